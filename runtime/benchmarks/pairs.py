@@ -2,7 +2,7 @@
 
     python runtime/benchmarks/pairs.py --shape llama8b
 
-Two servers with the same random weights, each with a GPU (on a machine without, both share the cores). At each, or at
+Two servers with the same random weights, each with a GPU (on a machine with one or none they share it). At each, or at
 one of the pair, streams of short prompts are answered all the time, and long prompts of short answers come at fixed
 times. *Together* requests take turns at the servers. *Apart* the first server computes each long prompt, and the second
 one, which answers everything, is told of it and pulls the pages, as the picker has it done; short prompts stay whole.
@@ -168,11 +168,16 @@ def measure(load: Load, servers: list[Server], token_bytes: int, turns: int) -> 
         "together": lambda seed: drive(load, ports, None, seed),
         "apart": lambda seed: drive(load, ports, address, seed),
     }
+    rate = load.long * token_bytes / asyncio.run(alone(load, ports, address, turns))
+    report("pd.transfer_gb_s", rate / 1e9)
+    if torch.cuda.device_count() > 1:
+        report("pd.transfer_share_of_link", rate / link_bytes_s())
     found = dict[str, tuple[float, float, float]]()
     for seed, form in enumerate(["together", "apart", *forms]):  # the first of each warms up
         seen, seconds = asyncio.run(_awaited(forms[form](seed)))
         p99 = statistics.quantiles(seen.gaps, n=100)[-1]
         found[form] = 1e3 * p99, 1e3 * statistics.median(seen.firsts), seen.tokens / seconds
+        sys.stderr.write(f"{form}: {found[form]} in {seconds:.1f} s\n")
         if form == "apart":
             cached = seen.cached / (load.longs * load.long)
     for form, (itl, ttft, _) in found.items():
@@ -181,10 +186,6 @@ def measure(load: Load, servers: list[Server], token_bytes: int, turns: int) -> 
     for i, name in enumerate(("itl_p99", "ttft_p50", "throughput")):
         report(f"pd.{name}_ratio", found["apart"][i] / found["together"][i])
     report("pd.cached_share", cached)
-    rate = load.long * token_bytes / asyncio.run(alone(load, ports, address, turns))
-    report("pd.transfer_gb_s", rate / 1e9)
-    if torch.cuda.device_count() > 1:
-        report("pd.transfer_share_of_link", rate / link_bytes_s())
 
 
 async def _awaited(found: Awaitable[tuple[Seen, float]]) -> tuple[Seen, float]:
@@ -208,7 +209,9 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     element = 2 if device == "cuda" else 4
     token_bytes = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * element
-    settings = {"host_cache": HOST_PROMPTS * load.long * token_bytes, "kv_transfer_port": 0}
+    settings: dict[str, Any] = {"host_cache": HOST_PROMPTS * load.long * token_bytes, "kv_transfer_port": 0}
+    if torch.cuda.device_count() == 1:
+        settings["max_total_tokens"] = 200_000
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         for model in (first, second):
             write_model(Path(model), args.shape)

@@ -37,6 +37,10 @@ class Readback:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
     def get(self) -> tuple[torch.Tensor, ...]:
         """Waits for the copies; returns the tensors on the host."""
         if self._event is not None:

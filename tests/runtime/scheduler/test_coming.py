@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.runtime_server import eventually
 from treeline_runtime.core import MOST_WITHIN_S, Remote
 from treeline_runtime.kvcache import remote
 from treeline_runtime.messages import FlushReq
+from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.lending import LATE_S
 from treeline_runtime.scheduler.tiers import MOST_QUESTIONS, STALLED_S
 from treeline_wire.events import block_hash, root_digest
@@ -21,6 +23,7 @@ from treeline_wire.pages import HaveRequest, Held, Later, Pages, encode_answer
 
 PROMPT = [*prompt(0, 200), 1]
 CHUNK = 40
+MOST_LOOKS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,33 @@ def test_pages_travel_while_the_prompt_is_computed(tiny: Path, context: zmq.Cont
         assert here.tokens("here") == expected
         assert here.last("here").cached_tokens == 200
         assert report(here).total_loads == {"loaded": 1, "computed": 0, "failed": 0}
+        here.run()
+        there.run()
+
+
+def test_pages_leave_while_the_next_step_is_computed(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(tiny, context, chunked_prefill_size=CHUNK) as there, engine(tiny, context) as here:
+        with served(there, context) as address:
+            here.submit("here", PROMPT, pages_from=f"{address};within=30")
+            there.submit("there", PROMPT, max_new_tokens=1)
+            while there.prefill.chunked is None or not there.prefill.chunked.tree_len:
+                there.step()
+            computed, looks, came = there.prefill.chunked.tree_len, count(), list[int]()
+
+            def is_done(_: Launched) -> bool:
+                """The step takes as long as the pages of the one before."""
+                here.step()
+                came.append(report(here).total_loaded_tokens["PEER"])
+                return came[-1] >= computed or next(looks) == MOST_LOOKS
+
+            monkeypatch.setattr(Launched, "is_done", property(is_done))
+            there.step()
+            monkeypatch.undo()
+            assert came[-1] == computed
+            eventually(lambda: (there.step(), ended(here, "here"))[1])
+        assert here.tokens("here") == expected
         here.run()
         there.run()
 

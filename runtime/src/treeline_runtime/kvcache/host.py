@@ -174,10 +174,10 @@ class Slab:
         return event
 
     @contextmanager
-    def copying(self, after: torch.cuda.Event | None) -> Iterator[None]:
+    def copying(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
         """A context manager for copies between slots and a pool: they begin after `after`, run on a stream of this
         thread, and are complete at its end, also at an error."""
-        if after is None:
+        if self._device.type != "cuda":
             yield
             return
         with torch.inference_mode(), torch.cuda.device(self._device):
@@ -185,7 +185,8 @@ class Slab:
                 self._streams.own = torch.cuda.Stream()
             stream: torch.cuda.Stream = self._streams.own
             with torch.cuda.stream(stream):
-                stream.wait_event(after)
+                if after is not None:
+                    stream.wait_event(after)
                 try:
                     yield
                 finally:

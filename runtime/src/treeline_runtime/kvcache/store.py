@@ -225,10 +225,10 @@ class PageStore:
                 copies.append((digest, page, slot))
         if not copies:
             return False
-        after, form, slab = self._slab.now(), self.form, self._slab
+        form, slab = self.form, self._slab
 
         def copy(part: Sequence[tuple[bytes, int, int]]) -> list[int]:
-            with slab.copying(after):
+            with slab.copying():  # what is in the tree is known to be computed
                 for batch in self._batches(part):
                     pool.copy_out([page for _, page, _ in batch], slab.runs([slot for *_, slot in batch]))
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in part]
@@ -247,7 +247,7 @@ class PageStore:
             self._write(there)
             then()
 
-        self._workers.start("copy", [copies], copy, ended)
+        self._workers.start("copy", self._shares(copies), copy, ended)
         return True
 
     def _take_slot(self, digest: bytes) -> int | None:

@@ -102,15 +102,13 @@ class Ops(Protocol):
     def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """tokens[rows, positions] = ids; rows, positions and ids (tokens,), the first two int32."""
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        room: torch.Tensor | None = None,
-        /,
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        """x (tokens, inputs), weight (outputs, inputs), bias (outputs,) → (tokens, outputs)."""
+
+    def linear_into(
+        self, room: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x (tokens, inputs), weight (outputs, inputs), bias (outputs,) → (tokens, outputs); in `room`, perhaps."""
+        """`linear`, in `room`."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm of x (tokens, hidden), times weight (hidden,)."""

@@ -29,12 +29,13 @@ class TorchOps:
     def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         tokens[rows, positions] = ids
 
+    linear = staticmethod(F.linear)
     choose = staticmethod(choose)
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _: torch.Tensor | None = None
+    def linear_into(
+        self, room: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+        return room.copy_(F.linear(x, weight, bias))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if weight.dtype != torch.float32:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -43,22 +45,25 @@ class TritonOps:
     def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         kernels.put[(len(ids),)](ids, tokens, rows, positions, tokens.stride(0), num_warps=1, **self._early)
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, room: torch.Tensor | None = None
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[0] != 1:
+            return F.linear(x, weight, bias)
+        return self.linear_into(x.new_empty(1, len(weight)), x, weight, bias)
+
+    def linear_into(
+        self, room: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """A single token uses a kernel that only streams the weights, faster than cuBLAS."""
         size, inputs = weight.shape
-        outputs, block = 4, 1024 if size > 4096 else 512
-        if x.shape[0] != 1 or size % outputs or inputs % block:
-            if room is None:
-                return F.linear(x, weight, bias)
+        # measured on an H200: a long row by itself, in pieces as large as fit; short ones some at once
+        outputs, block = (1, math.gcd(inputs, 2048)) if inputs > 1024 else (4, 512)
+        if x.shape[0] != 1 or size % outputs or inputs % block or block < 512:
             return torch.mm(x, weight.t(), out=room) if bias is None else torch.addmm(bias, x, weight.t(), out=room)
-        out = torch.empty(1, size, dtype=x.dtype, device=x.device) if room is None else room
         kernels.matrix_times_vector[(size // outputs,)](
             x,
             weight,
             weight if bias is None else bias,
-            out,
+            room,
             inputs,
             BIAS=bias is not None,
             OUTPUTS=outputs,
@@ -66,7 +71,7 @@ class TritonOps:
             num_warps=4,
             **self._early,
         )
-        return out
+        return room
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)

@@ -126,6 +126,11 @@ class Launched:
         usable."""
         self._copies = Readback(kv_finite, *sampled)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would not wait for tokens."""
+        return self._copies is None or self._copies.is_done
+
     def result(self) -> list[Sampled]:
         if self.error is not None:
             raise self.error

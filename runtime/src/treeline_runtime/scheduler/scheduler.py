@@ -255,6 +255,8 @@ class Scheduler:
             self._process(*self._pending.popleft())
 
     def _process(self, batch: Batch, launched: Launched, started: float) -> None:
+        if batch.phase is Phase.PREFILL and self.cache.tiers is not None:
+            self.cache.tiers.take_until(launched)
         try:
             results = launched.result()
         except Exception as error:

@@ -34,6 +34,7 @@ from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore,
 from treeline_runtime.messages import TierLoad
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
+from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.lending import Lending
 from treeline_runtime.scheduler.loads import Load, Loads
 from treeline_runtime.scheduler.rates import LoadRates
@@ -47,6 +48,8 @@ STALLED_S = 5.0
 MOST_QUESTIONS = 8
 """A peer is asked which pages it has, and for those of a client, so often at once: one that hangs leaves threads to
 others."""
+LOOK_S = 0.001
+"""While the device computes prompts, peers' questions and ended copies wait no longer."""
 SETTLE_S = 3.0
 """Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
 
@@ -184,7 +187,7 @@ class Tiers:
             self._outcomes["computed"] += 1
             req.fetched = len(req.tokens)
             return False
-        # a peer that computes answers between its steps: only the end of a prompt shows how fast it is
+        # a peer that computes gives a part when it is done: only the end of a prompt shows how fast it is
         measured = not within_s or req.fetched * self._tree.page_size + MIN_SHARED_TOKENS > req.cacheable_len
         if not self.store.fetch(fetch, here, partial(self._fetched, fetch, measured)):
             return False
@@ -266,9 +269,10 @@ class Tiers:
 
     # ---- all ----------------------------------------------------------------------------------------------
 
-    def take(self) -> bool:
-        """Takes what copies have done. Returns whether that may change what can be computed."""
-        changed, now = self._workers.take(), self._clock()
+    def take(self, wait_s: float = 0.0) -> bool:
+        """Takes what copies have done, or waits so long for one. Returns whether that may change what can be
+        computed."""
+        changed, now = self._workers.take(wait_s), self._clock()
         changed |= self.lending.step(now)
         for fetch, req in self._fetches.items():
             limit_s = fetch.limit_s if req.finish is None else STALLED_S
@@ -276,6 +280,11 @@ class Tiers:
                 fetch.over = changed = True
                 self._outcomes["failed"] += 1
         return changed
+
+    def take_until(self, launched: Launched) -> None:
+        """Goes on with copies until a step is done: one of prompts is long, and peers want the pages of that before."""
+        while not launched.is_done:
+            self.take(LOOK_S)
 
     def settle(self) -> bool:
         """Waits a moment for all copies to end. Returns whether they have."""

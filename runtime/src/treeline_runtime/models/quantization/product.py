@@ -40,7 +40,9 @@ class Plain:
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, room: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._ops.linear(x, self.weight, bias, room)
+        if room is None:
+            return self._ops.linear(x, self.weight, bias)
+        return self._ops.linear_into(room, x, self.weight, bias)
 
 
 class Packed:
