@@ -4,6 +4,7 @@ answer is wrong.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from treeline_wire import ports
 from treeline_wire.labels import ROLE
 
 from e2e.kit.answers import code_word, count_to
-from e2e.kit.faults import kill_runtime
+from e2e.kit.faults import kill_runtime_at_work
 from e2e.kit.system import Installed, ask, pool
 from e2e.kit.traffic import Mix, Report, traffic
 from e2e.test_07_runtime_dies import ended, ip
@@ -57,11 +58,10 @@ def await_pages(treeline: Installed, *roles: str) -> None:
     treeline.until(all_have, f"pages to travel: {', '.join(roles)}")
 
 
-def kill(treeline: Installed, victim: dict[str, Any]) -> None:
-    """Kill a pod's runtime, and wait until it is ready again."""
-    kill_runtime(treeline.kube, victim)
-    treeline.until(lambda: ended(treeline, victim), "the container to end")
-    treeline.until(lambda: names(treeline.ready_pods("runtime")) & names([victim]), "it to be ready again")
+def await_back(treeline: Installed, killed: dict[str, Any]) -> None:
+    """Wait until a killed runtime has ended and is ready again."""
+    treeline.until(lambda: ended(treeline, killed), "the container to end")
+    treeline.until(lambda: names(treeline.ready_pods("runtime")) & names([killed]), "it to be ready again")
 
 
 def no_answer_is_wrong(report: Report) -> None:
@@ -78,26 +78,29 @@ def test_a_killed_pod_of_either_side_makes_no_answer_wrong(treeline: Installed, 
     with traffic(url, MIX, kept) as driver:
         await_pages(treeline, "prefill", "decode")
 
-        kill(treeline, side(treeline, "prefill")[0])
+        prompts = side(treeline, "prefill")[0]
+        kill_runtime_at_work(treeline.kube, prompts)
+        await_back(treeline, prompts)
         await_pages(treeline, "prefill")
         assert not driver.report().dropped, "a killed prefill pod costs time alone"
 
-        victim = side(treeline, "decode")[0]
-        kill(treeline, victim)
+        answers = side(treeline, "decode")[0]
+        kill_runtime_at_work(treeline.kube, answers)
+        await_back(treeline, answers)
         await_pages(treeline, "decode")
         report = driver.stop()
-    forms = treeline.picker_metrics()
-    assert forms['treeline_epp_forms_total{form="apart"}'] > 0, forms
+    counted = treeline.picker_metrics()
+    assert counted['treeline_epp_forms_total{form="apart"}'] > 0, counted
+    assert counted['treeline_epp_prefills_total{outcome="error"}'] > 0, "prompts were under way when it was killed"
     no_answer_is_wrong(report)
     for stream in report.dropped:
-        assert stream.host in ("", ip(victim)), str(report)
+        assert stream.host in ("", ip(answers)), str(report)
     assert len(report.dropped) <= 2 * driver.mix.workers, str(report)
 
 
 def test_both_sides_are_replaced_and_none_of_their_answers_is_wrong_or_lost(treeline: Installed, kept: Path) -> None:
     before = names(treeline.pods("runtime"))
-    with traffic(treeline.url(), MIX, kept) as driver:
-        await_pages(treeline, "prefill", "decode")
+    with traffic(treeline.url(), replace(MIX, seed=8), kept) as driver:
         treeline.change("tiny", template={"metadata": {"annotations": {"example.com/build": "two"}}})
         treeline.until(lambda: not before & names(treeline.pods("runtime")), "the old pods to be gone")
         treeline.await_ready("tiny")
