@@ -98,13 +98,18 @@ def test_a_killed_pod_of_either_side_makes_no_answer_wrong(treeline: Installed, 
     assert len(report.dropped) <= 2 * driver.mix.workers, str(report)
 
 
-def test_both_sides_are_replaced_and_none_of_their_answers_is_wrong_or_lost(treeline: Installed, kept: Path) -> None:
+def test_pods_of_both_sides_are_replaced_and_one_leaves_without_a_wrong_or_lost_answer(
+    treeline: Installed, kept: Path
+) -> None:
     before = names(treeline.pods("runtime"))
     with traffic(treeline.url(), replace(MIX, seed=8), kept) as driver:
         treeline.change("tiny", template={"metadata": {"annotations": {"example.com/build": "two"}}})
         treeline.until(lambda: not before & names(treeline.pods("runtime")), "the old pods to be gone")
         treeline.await_ready("tiny")
         await_pages(treeline, "prefill", "decode")
+        treeline.change("tiny", prefill={"replicas": 1})
+        treeline.until(lambda: len(treeline.pods("runtime")) == 3, "a prefill pod to be gone")
+        driver.await_served(5)
         report = driver.stop()
     no_answer_is_wrong(report)
     assert not report.dropped, str(report)
