@@ -24,7 +24,7 @@ class Known:
 
 
 def code_word(seed: int) -> Known:
-    """Return a long prompt with a short answer, a word somewhere in the document: 1,500 and 12 tokens."""
+    """Return a long prompt with a short answer, a word somewhere in the document: 1,450 and 12 tokens."""
     chance = random.Random(seed)
     lines = [f"The {' '.join(chance.choices(_WORDS, k=2))} is near the {chance.choice(_WORDS)}" for _ in range(130)]
     answer = f"The code word is {chance.randrange(10_000, 100_000)}"
@@ -33,5 +33,5 @@ def code_word(seed: int) -> Known:
 
 
 def count_to(end: int) -> Known:
-    """Return a short prompt with a long answer: almost four tokens a number."""
+    """Return a short prompt with a long answer: almost four tokens a number. It is sure of even ends from 50 to 58."""
     return Known(f"Count to {end}.", ", ".join(map(str, range(1, end + 1))))
