@@ -84,24 +84,14 @@ class Talk:
         return self.turns[-1]
 
 
-def metrics(treeline: Installed) -> dict[str, float]:
-    """Return the picker's metrics, by name and labels."""
-    (picker,) = treeline.ready_pods("epp")
-    url = f"http://127.0.0.1:{ports.METRICS}/metrics"
-    script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=30).read().decode())"
-    text = treeline.inside(picker, "python3", "-c", script, check=True)
-    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
-
-
 def followed(treeline: Installed) -> float:
     """Return how many publishers the picker follows without a gap."""
-    return metrics(treeline).get('treeline_epp_kv_subscriptions{state="live"}', 0.0)
+    return treeline.picker_metrics().get('treeline_epp_kv_subscriptions{state="live"}', 0.0)
 
 
 def held(treeline: Installed) -> float:
     """Return how many prompt tokens the chosen pods held, by their events."""
-    return metrics(treeline)["treeline_epp_routed_held_tokens_total"]
+    return treeline.picker_metrics()["treeline_epp_routed_held_tokens_total"]
 
 
 def believed(treeline: Installed, pod: dict[str, Any]) -> int:
@@ -159,7 +149,7 @@ def test_vllm_becomes_ready_by_its_probes_and_is_routed_by_its_events(treeline: 
     pool = treeline.pool("tiny")
     assert condition(pool, "Ready")["reason"] == "Serving"
     assert pool["status"]["routing"] == {"way": "events"}
-    routed = {name: value for name, value in metrics(treeline).items() if "endpoints_routed{" in name and value}
+    routed = {name: value for name, value in treeline.picker_metrics().items() if "endpoints_routed{" in name and value}
     assert list(routed.values()) == [2.0]
     assert 'way="events"' in next(iter(routed))
 

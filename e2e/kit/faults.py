@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from treeline_wire import ports
+
 from e2e.kit.kube import Kube
 
 _OTHERS: Final = """
 import os, signal, time
 others = [int(name) for name in os.listdir('/proc') if name.isdigit() and int(name) not in (1, os.getpid())]
 """
-_KILL: Final = _OTHERS + "for pid in others: os.kill(pid, signal.SIGKILL)"
+_KILL: Final = "for pid in others: os.kill(pid, signal.SIGKILL)"
+_AT_WORK: Final = f"""
+import json, urllib.request
+while not json.load(urllib.request.urlopen('http://127.0.0.1:{ports.RUNTIME_HTTP}/v1/loads'))['loads'][0]['num_total_reqs']:
+    time.sleep(0.002)
+"""
 _STOP: Final = _OTHERS + "for pid in others: os.kill(pid, signal.SIGSTOP)"
 _EAT: Final = """
 for pid in victims:
@@ -46,7 +53,12 @@ HANGS: Final[dict[str, Any]] = {
 
 def kill_runtime(kube: Kube, pod: dict[str, Any]) -> None:
     """Send SIGKILL to all processes of a runtime except the container's first, which no process inside can kill."""
-    _run(kube, pod, _KILL)
+    _run(kube, pod, _OTHERS + _KILL)
+
+
+def kill_runtime_at_work(kube: Kube, pod: dict[str, Any]) -> None:
+    """Kill a runtime as soon as it has a request."""
+    _run(kube, pod, _OTHERS + _AT_WORK + _KILL)
 
 
 def stop_runtime(kube: Kube, pod: dict[str, Any]) -> None:

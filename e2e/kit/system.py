@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import httpx
 from treeline_operator.controller.kinds import CHILDREN
+from treeline_wire import ports
 
 from e2e.kit.kube import PATIENCE_S, Kube, condition, is_ready
 
@@ -125,10 +126,21 @@ class Installed:
         """Run a command in a pod's first container and return its output. The container may die of it."""
         return self.kube.kubectl("-n", self.namespace, "exec", pod["metadata"]["name"], "--", *command, check=check)
 
-    def page(self, pod: dict[str, Any], url: str) -> Any:
-        """Return a JSON document that a pod serves on loopback; the network need not allow anybody else in."""
+    def _text(self, pod: dict[str, Any], url: str) -> str:
+        """Return what a pod serves on loopback; the network need not allow anybody else in."""
         script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=30).read().decode())"
-        return json.loads(self.inside(pod, "python3", "-c", script, check=True))
+        return self.inside(pod, "python3", "-c", script, check=True)
+
+    def page(self, pod: dict[str, Any], url: str) -> Any:
+        """Return a JSON document that a pod serves on loopback."""
+        return json.loads(self._text(pod, url))
+
+    def picker_metrics(self) -> dict[str, float]:
+        """Return the metrics of the namespace's one picker, by name and labels."""
+        (picker,) = self.ready_pods("epp")
+        lines = self._text(picker, f"http://127.0.0.1:{ports.METRICS}/metrics").splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
 
     def conclude(self) -> None:
         """Delete all pools and wait until nothing of them is left."""

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 import httpx
 import openai
 
+from e2e.kit.answers import Known
 from e2e.kit.kube import PATIENCE_S
 
 Fate = Literal["served", "refused", "truncated", "failed"]
@@ -45,6 +46,15 @@ class Stream:
     cached: int = 0
     tokens: int = 0
     why: str = ""
+    text: str = ""
+    answer: str = ""
+    """The right one, if it is known."""
+
+    @property
+    def wrong(self) -> bool:
+        """Return whether its text is not the right answer or, if it broke off, the beginning of that."""
+        right = self.answer if self.fate == "served" else self.answer[: len(self.text)]
+        return bool(self.answer) and self.text != right
 
     @property
     def host(self) -> str:
@@ -54,18 +64,22 @@ class Stream:
 
 @dataclass(frozen=True)
 class Mix:
-    """The mix of requests: models by name, shares of long and new ones, and the tokens of a long answer."""
+    """The mix of requests: models by name, shares of long and new ones, and the tokens of a long answer.
+
+    With ``known`` only these questions are asked, those of ``long`` for long answers and those of ``short`` for others.
+    """
 
     models: tuple[str, ...] = ("tiny",)
     workers: int = 4
     long_share: float = 0.3
     new_share: float = 0.3
-    """The share of requests with a beginning of their own, for which no cache favours a pod."""
+    """The share of requests with a cache of their own, for which no cached beginning favours a pod."""
     long_tokens: int = 300
     pause_s: float = 0.05
     key: str = "none"
     seed: int = 7
     """Two drivers at once need different seeds, or their new prompts are equal."""
+    known: Mapping[str, Sequence[Known]] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,20 +186,27 @@ class Traffic:
             stream.ended = time.monotonic()
             await asyncio.sleep(self.mix.pause_s if stream.fate == "served" else 0.25)
 
+    def _messages(self, stream: Stream, turn: int) -> Any:
+        """Return the request's messages. If their answer is known, the stream learns it."""
+        if self.mix.known:
+            chosen = self._random.choice(self.mix.known[stream.kind])
+            stream.answer = chosen.answer
+            return chosen.messages
+        question = f"What is the capital of {_COUNTRIES[turn % len(_COUNTRIES)]}?"
+        return [{"role": "system", "content": _RULES}, {"role": "user", "content": question}]
+
     async def _ask(self, client: openai.AsyncOpenAI, stream: Stream, turn: int) -> None:
-        country = _COUNTRIES[turn % len(_COUNTRIES)]
-        new = self._random.random() < self.mix.new_share
-        rules = f"Note {self._random.getrandbits(60):x}. {_RULES}" if new else _RULES
         length = self.mix.long_tokens if stream.kind == "long" else 24
-        more: dict[str, Any] = {"min_tokens": length} if stream.kind == "long" else {}
+        more: dict[str, Any] = {}
+        if stream.kind == "long" and not self.mix.known:
+            more["min_tokens"] = length
+        if self._random.random() < self.mix.new_share:
+            more["cache_salt"] = f"{self._random.getrandbits(60):x}"
         finish = None
         try:
             raw = await client.chat.completions.with_raw_response.create(
                 model=stream.model,
-                messages=[
-                    {"role": "system", "content": rules},
-                    {"role": "user", "content": f"What is the capital of {country}?"},
-                ],
+                messages=self._messages(stream, turn),
                 max_tokens=length,
                 stream=True,
                 stream_options={"include_usage": True},
@@ -202,6 +223,7 @@ class Traffic:
                     details = chunk.usage.prompt_tokens_details
                     stream.cached = (details.cached_tokens if details else 0) or 0
                 for choice in chunk.choices:
+                    stream.text += choice.delta.content or ""
                     finish = choice.finish_reason or finish
         except openai.APIStatusError as exc:
             stream.fate, stream.status, stream.why = "refused", exc.status_code, f"{exc.code}: {exc}"[:200]
@@ -209,7 +231,7 @@ class Traffic:
             stream.fate = "truncated" if stream.first is not None else "failed"
             stream.why = f"{type(exc).__name__}: {exc.__cause__ or exc}"[:200]
         else:
-            whole = finish is not None and (stream.kind == "short" or stream.tokens == length)
+            whole = finish is not None and stream.tokens >= more.get("min_tokens", 1)
             stream.fate = "served" if whole else "truncated"
             stream.why = "" if whole else f"ended with {finish}, {stream.tokens} tokens"
 

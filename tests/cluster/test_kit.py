@@ -12,7 +12,7 @@ from e2e.cluster.place import ROOT
 from e2e.kit import figures as kit
 from e2e.kit import quick_start
 from e2e.kit.figures import Figures, figure
-from e2e.kit.traffic import Report, Stream
+from e2e.kit.traffic import Fate, Report, Stream
 
 
 def test_streams_are_summed_and_the_worst_time_counts() -> None:
@@ -56,3 +56,20 @@ def test_the_quick_start_equals_the_docs_and_begins_with_the_readmes_commands() 
     assert "apiVersion" not in script, "only what a shell runs"
     (four,) = re.findall(r"^```sh\n(helm install .*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert re.sub(r" +#.*", "", four) in re.sub(r" +#.*", "", script)
+
+
+@pytest.mark.parametrize(
+    ("fate", "text", "wrong"),
+    [
+        ("served", "1, 2, 3", False),
+        ("served", "1, 2", True),
+        ("served", "1, 2, 4", True),
+        ("truncated", "1, 2", False),
+        ("truncated", "1, 3", True),
+        ("truncated", "1, 2, 3, 4", True),
+        ("refused", "", False),
+    ],
+)
+def test_a_stream_is_wrong_if_it_differs_from_its_answer_as_far_as_it_goes(fate: Fate, text: str, wrong: bool) -> None:
+    assert Stream("long", "tiny", 0.0, fate=fate, text=text, answer="1, 2, 3").wrong is wrong
+    assert not Stream("long", "tiny", 0.0, fate=fate, text=text).wrong, "its answer is not known"

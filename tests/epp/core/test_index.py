@@ -195,6 +195,15 @@ def test_only_a_complete_snapshot_replaces_the_state() -> None:
     index.check()
 
 
+def test_a_pod_known_by_a_snapshot_alone_has_a_block_size_and_is_precise() -> None:
+    index, (pod,) = make_index(1)
+    index.begin_snapshot(pod)
+    index.stage(pod, Prompt.random(1, 9).stored(), KEYS)
+    index.end_snapshot(pod)
+    assert (pod.blocks, pod.block_size) == (9, WIDTH), "as many tokens as the engine holds"
+    assert pod.precise
+
+
 def test_a_dropped_snapshot_leaves_no_trace() -> None:
     index, (pod,) = make_index(1)
     old, new = Prompt.random(1, 9), Prompt.random(2, 9)

@@ -89,9 +89,9 @@ def test_prefill_is_weighed_by_tokens_and_the_past_is_forgotten() -> None:
     assert stats.prefill_tokens_per_s == 0.0
     stats.on_prefill(1000, 1.0)
     assert stats.prefill_tokens_per_s == pytest.approx(1000)
-    stats.on_prefill(500, 1.0)
-    kept = 1000 - 0.1 * 500
-    assert stats.prefill_tokens_per_s == pytest.approx((kept * 1000 + 500 * 500) / (kept * 1.0 + 500 * 1.0))
+    stats.on_prefill(1500, 1.0)
+    kept = 0.9 * 1000
+    assert stats.prefill_tokens_per_s == pytest.approx((kept * 1000 + 1500 * 1500) / (kept * 1.0 + 1500 * 1.0))
     for _ in range(100):
         stats.on_prefill(2000, 1.0)
     assert stats.prefill_tokens_per_s == pytest.approx(2000, rel=1e-3)
@@ -115,6 +115,18 @@ def test_an_engine_that_finds_prompts_in_its_cache_does_not_look_slow() -> None:
     assert stats.prefill_tokens_per_s == pytest.approx(10_000, rel=0.02), "it does nothing else"
     stats.on_prefill(2000, 0.045)
     assert stats.prefill_tokens_per_s > 0.5 * before, "one long prompt shows what it can do"
+
+
+def test_many_short_prompts_are_one_measurement() -> None:
+    stats = SchedulerStats()
+    stats.on_prefill(1, 1.0)
+    for _ in range(10):
+        stats.on_prefill(1500, 1.0)
+    told = set[float]()
+    for _ in range(300):
+        stats.on_prefill(15, 0.02)
+        told.add(stats.prefill_tokens_per_s)
+    assert 1 < len(told) <= 4, "a hundred are as many tokens as a usual step has"
 
 
 def mirror(updates: list[CacheUpdate]) -> dict[int, int | None]:

@@ -378,18 +378,18 @@ class Index:
             return 0
         if stored < count:
             pod.skipped[Skip.CROWDED if tree.crowded > crowded else no_text] += count - stored
+        if not stored:
+            return 0
+        pod.block_size = width or pod.block_size
+        if stored == count:
+            pod.precise = True
         if bit == pod.staging:
             pod.staged += stored - len(before)
             return stored
-        if not stored:
-            return 0
         pod.blocks += stored - len(before)
         self.changed.add(pod)
         if before:
             pod.copies.update(before)
-        pod.block_size = width or pod.block_size
-        if stored == count:
-            pod.precise = True
         if scope.predictions.size(bit):
             last = tree.run_of(hashes[stored - 1])
             if last is not None:

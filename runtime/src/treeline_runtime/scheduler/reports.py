@@ -33,7 +33,8 @@ class SchedulerStats:
 
     A step of few tokens takes nearly as long as an empty one, so its rate says little. Steps therefore count, and make
     the past fade, by their tokens. Otherwise an engine with many cache hits would look slow, get no new prompts, and
-    never be measured again.
+    never be measured again. For the same reason the rate is told anew only when as many tokens were computed as usually
+    are in a step: a picker counts each change as a measurement, and believes an old rate as long as there are new ones.
 
     The first of each counts only in the totals: it includes one-time work (touching memory, building kernels). A picker
     that believed it would avoid the pod forever.
@@ -44,6 +45,8 @@ class SchedulerStats:
         self.total_prefill_busy_us = 0
         self.total_jumps = 0
         self.total_forced_tokens = 0
+        self.prefill_tokens_per_s = 0.0
+        self._untold = 0.0  # in usual steps
         self._tokens = 0.0  # sums over steps: tokens,
         self._squares = 0.0  # tokens × tokens,
         self._busy = 0.0  # tokens × seconds
@@ -57,10 +60,14 @@ class SchedulerStats:
             self._prefilled = True
             return
         mean = self._squares / self._tokens if self._tokens else 0.0
-        keep = 1.0 - (1.0 - FORGET) * min(1.0, tokens / mean if mean else 1.0)
+        share = min(1.0, tokens / mean if mean else 1.0)
+        keep = 1.0 - (1.0 - FORGET) * share
         self._tokens = keep * self._tokens + tokens
         self._squares = keep * self._squares + tokens * tokens
         self._busy = keep * self._busy + tokens * seconds
+        self._untold += share
+        if self._untold >= 1.0 and self._busy:
+            self._untold, self.prefill_tokens_per_s = 0.0, self._squares / self._busy
 
     def on_jump(self, tokens: int) -> None:
         """A request gained so many tokens without sampling."""
@@ -72,10 +79,6 @@ class SchedulerStats:
             self._decoded = True
             return
         self._decode = FORGET * self._decode + (1 - FORGET) * seconds if self._decode else seconds
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self._squares / self._busy if self._busy else 0.0
 
     @property
     def decode_step_ms(self) -> float:
