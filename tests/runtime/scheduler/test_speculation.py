@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -297,10 +298,40 @@ def test_grammars_mask_the_token_after_each_guess(
     assert engine.stats.accepted_per_position[0] > 5
 
 
-def test_guesses_and_jumps_together_obey_the_grammar() -> None:
-    schema = '{"type":"object","properties":{"a_long_name":{"enum":[1,2]},"another_name":{"enum":[1,2]}},"required":["a_long_name","another_name"],"additionalProperties":false}'
-    options: dict[str, Any] = {"grammar": Grammar("json", schema), "max_new_tokens": 80}
-    ids = random.Random(3).choices(range(300, 4000), k=12) * 3
+NAMES = [f"the_{name}_of_it" for name in ("size", "place", "time")]
+FLAGS = Grammar(
+    "json",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": dict.fromkeys(NAMES, {"enum": [100, 200, "some", "none"]}),
+            "required": NAMES,
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_leave_jumps_where_they_are(always: None, temperature: float) -> None:
+    for seed in range(4):
+        options: dict[str, Any] = {"grammar": FLAGS, "max_new_tokens": 80, "temperature": temperature, "seed": seed}
+        ids = random.Random(seed).choices(range(300, 4000), k=12)
+        plain = WithGrammars()
+        answers = {tuple(ids): plain.generate("a", ids, **options)}
+        engine = WithGrammars(speculative_algorithm="NGRAM")
+        speculation_of(engine)._new_drafter = lambda answers=answers: Known(answers, 1.0, random.Random(0))  # type: ignore[misc]
+        assert engine.generate("a", ids, **options) == plain.tokens("a")
+        assert engine.stats.total_jumps == plain.stats.total_jumps > 0
+        assert engine.stats.total_forced_tokens == plain.stats.total_forced_tokens
+
+
+def test_forced_text_is_guessed_where_it_is_not_jumped_over() -> None:
+    options: dict[str, Any] = {"grammar": FLAGS, "max_new_tokens": 80, "return_logprob": True}
+    ids = random.Random(1).choices(range(300, 4000), k=12)
     plain, engine = WithGrammars(), WithGrammars(speculative_algorithm="NGRAM")
     assert engine.generate("a", ids, **options) == plain.generate("a", ids, **options)
-    assert engine.stats.total_jumps == plain.stats.total_jumps > 0
+    assert engine.stats.total_jumps == 0
+    speculated = engine.last("a").speculated
+    assert speculated is not None
+    assert speculated.right > 3

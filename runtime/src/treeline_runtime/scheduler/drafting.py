@@ -19,7 +19,7 @@ from typing import Protocol
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import Speculated
-from treeline_runtime.sampling import Constraint
+from treeline_runtime.scheduler.grammars import Jumps
 from treeline_runtime.scheduler.ngrams import Ngrams
 from treeline_runtime.scheduler.reports import SchedulerStats
 
@@ -75,11 +75,18 @@ def depth_for(batch: int, share: float, before: int) -> int:
 class Speculation:
     """Gives requests their drafts, and learns what became of them."""
 
-    def __init__(self, new_drafter: Callable[[], Drafter], most: int, stats: SchedulerStats) -> None:
+    def __init__(
+        self,
+        new_drafter: Callable[[], Drafter],
+        most: int,
+        stats: SchedulerStats,
+        jumps: Jumps,
+    ) -> None:
         """most: guesses for a request in a step."""
         self._new_drafter = new_drafter
         self._most = most
         self._stats = stats
+        self._jumps = jumps
 
     def waits(self, reqs: Sequence[Req]) -> bool:
         """Whether the next step of these requests is planned only when all results are known."""
@@ -92,11 +99,11 @@ class Speculation:
         if most <= 0 or req.drafting is None:
             return []
         found: list[int] = []
-        for token in req.drafting.drafter.guess(req.tokens, most):
+        for token in self._guess(req, req.drafting, most):
             if token in req.stop_ids:
                 break
             found.append(token)
-        return found if req.constraint is None else found[: _allowed(req.constraint, found)]
+        return found if req.constraint is None else found[: self._allowed(req, found)]
 
     def learn(self, req: Req, taken: Sequence[int]) -> None:
         """taken: new tokens that a step gave it."""
@@ -115,7 +122,31 @@ class Speculation:
         elif state.expected is not None and taken:
             _count(state, self._is_right(state.expected, taken[0]))
         req.draft = []
-        state.expected = next(iter(state.drafter.guess(req.tokens, 1)), None)
+        state.expected = next(iter(self._guess(req, state, 1)), None)
+
+    def _guess(self, req: Req, state: Drafting, most: int) -> list[int]:
+        """The tokens of text that its grammar forces, if it does not jump there anyway; else what its drafter says."""
+        if not self._jumps.allowed(req) and (forced := self._jumps.forced(req, len(req.tokens))) is not None:
+            return forced.append[:most]
+        return state.drafter.guess(req.tokens, most)
+
+    def _allowed(self, req: Req, draft: Sequence[int]) -> int:
+        """The number of first tokens that its constraint allows, up to one that ends the output or lets it jump, as it
+        would without guesses."""
+        constraint, jumps = req.constraint, self._jumps.allowed(req)
+        assert constraint is not None
+        taken = count = 0
+        for token in draft:
+            try:
+                constraint.accept(token)
+            except Exception:
+                break
+            taken += 1
+            if constraint.finished or (jumps and constraint.forced()):
+                break
+            count += 1
+        constraint.rollback(taken)
+        return count
 
     def _depth(self, req: Req, batch: int) -> int:
         state = req.drafting
@@ -132,8 +163,8 @@ class Simulated(Speculation):
     """Takes guesses for right at a fixed rate, whatever they are: the speed of a drafter that is not there. The
     outputs are nonsense."""
 
-    def __init__(self, rate: float, most: int, stats: SchedulerStats) -> None:
-        super().__init__(_Repeated, most, stats)
+    def __init__(self, rate: float, most: int, stats: SchedulerStats, jumps: Jumps) -> None:
+        super().__init__(_Repeated, most, stats, jumps)
         self._rate = rate
         self._chance = random.Random(0)
 
@@ -161,25 +192,9 @@ def _count(state: Drafting, was_right: bool) -> None:
     state.share = FORGET * state.share + (1 - FORGET) * was_right
 
 
-def _allowed(constraint: Constraint, draft: Sequence[int]) -> int:
-    """The number of first tokens that it allows and that do not end the output."""
-    taken = count = 0
-    for token in draft:
-        try:
-            constraint.accept(token)
-        except Exception:
-            break
-        taken += 1
-        if constraint.finished:
-            break
-        count += 1
-    constraint.rollback(taken)
-    return count
-
-
-def speculation(config: SchedulerConfig, stats: SchedulerStats) -> Speculation | None:
+def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps) -> Speculation | None:
     """None: each step samples one token."""
     most = config.most_guesses
     if config.speculative_simulate_acceptance is not None:
-        return Simulated(config.speculative_simulate_acceptance, most, stats)
-    return Speculation(Ngrams, most, stats) if most else None
+        return Simulated(config.speculative_simulate_acceptance, most, stats, jumps)
+    return Speculation(Ngrams, most, stats, jumps) if most else None

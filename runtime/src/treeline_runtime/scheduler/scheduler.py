@@ -83,7 +83,10 @@ class Scheduler:
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.stats = SchedulerStats()
-        self._speculation = speculation(config, self.stats)
+        # with a launch under way, the first forced token is as late as if it were sampled
+        least_gain = 1 + limits.overlap_depth if config.jump_forward else None
+        self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
+        self._speculation = speculation(config, self.stats, self._jumps)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size, self._speculation)
         self.residence = Residence(config, limits, model, group, peers)
         chunk, limit = limits.chunked_prefill_size, limit_for(config, model.config, limits)
@@ -95,10 +98,7 @@ class Scheduler:
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
-        self.grammars = Grammars(config, model.config, transport.wake, jumps=config.jump_forward, used=not pooling)
-        # with a launch under way, the first forced token is as late as if it were sampled
-        least_gain = 1 + limits.overlap_depth
-        self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
+        self.grammars = Grammars(config, model.config, transport.wake, used=not pooling)
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
