@@ -358,11 +358,11 @@ class SchedulerConfig(EngineConfig):
         "`custom_params`; repeatable. NAME alone is a built-in one: disallowed_tokens, thinking_budget "
         "(default: none)",
     )
-    speculative_algorithm: Literal["NGRAM"] | None = setting(
-        None,
+    speculative_algorithm: Literal["off", "NGRAM"] = setting(
+        "off",
         group="scheduling",
         help="guess several next tokens of a request and verify them in one step; outputs stay the same. NGRAM = what "
-        "followed where its last tokens were before, in its own text (default: no guesses)",
+        "followed where its last tokens were before, in its own text (default: %(default)s)",
     )
     speculative_num_draft_tokens: int = setting(
         7,
@@ -411,7 +411,7 @@ class SchedulerConfig(EngineConfig):
     @property
     def most_guesses(self) -> int:
         """Tokens of a request that are guessed for a step; 0: none ever."""
-        off = self.speculative_algorithm is None and self.speculative_simulate_acceptance is None
+        off = self.speculative_algorithm == "off" and self.speculative_simulate_acceptance is None
         return 0 if off else self.speculative_num_draft_tokens
 
     @property

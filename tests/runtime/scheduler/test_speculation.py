@@ -304,7 +304,7 @@ FLAGS = Grammar(
     json.dumps(
         {
             "type": "object",
-            "properties": dict.fromkeys(NAMES, {"enum": [100, 200, "some", "none"]}),
+            "properties": {name: {"enum": [100, 200, "some", "none"]} for name in NAMES},
             "required": NAMES,
             "additionalProperties": False,
         }

@@ -78,12 +78,19 @@ _AUDITS = {
     "dropped": ("cache_audits_dropped_total", "Audits given up: too many waited, or something came between."),
 }
 """By member of AuditCounts."""
-_DRAFTED = ("total_drafts", "total_draft_tokens")
+_ACCEPTED = (
+    Counter,
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "Guessed tokens that were right, by their place among the guesses, from 0.",
+    "position",
+)
 _GAUGES = (
     ("page_size", "Tokens in a page of the KV cache."),
     ("context_len", "Tokens that a prompt and its output may have together."),
     ("draining", "1 while the server drains: it finishes what it has and takes nothing new."),
     ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
+    ("spec_accept_length", "Tokens that a step with guesses gives a request, on average since the start."),
+    ("spec_accept_rate", "Share of guessed tokens that were right, since the start."),
     ("http_requests_active", "HTTP requests that have no complete response yet."),
 )
 
@@ -127,19 +134,7 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens taken from the prefix cache.")
         self.generation_tokens = self._counter("generation_tokens_total", "Output tokens.")
         self._totals = [self._counter(name, text) for name, text, _ in _TOTALS]
-        self._accepted = self._new(
-            Counter,
-            "spec_decode_num_accepted_tokens_per_pos_total",
-            "Guessed tokens that were right, by their place among the guesses, from 0.",
-            "position",
-        )
-        self._accept_length, self._accept_rate = (
-            self._gauge(name, text, [{}])[0]
-            for name, text in (
-                ("spec_accept_length", "Tokens that a step with guesses gives a request, on average since the start."),
-                ("spec_accept_rate", "Share of guessed tokens that were right, since the start."),
-            )
-        )
+        self._accepted = self._new(*_ACCEPTED)
         self._audits = {member: self._new(Counter, name, text, "source") for member, (name, text) in _AUDITS.items()}
         self._off = self._new(Gauge, "cache_source_off", _OFF, "source")
         self._last_loads = [LoadUpdate()] * ranks
@@ -205,10 +200,9 @@ class Metrics:
         for i, count in enumerate(load.accepted_per_position):
             before = last.accepted_per_position[i : i + 1]
             self._accepted.labels(*self._labels.values(), str(i)).inc(count - sum(before))
-        drafts, guesses = (sum(getattr(of, total) for of in self._last_loads) for total in _DRAFTED)
         right = sum(sum(of.accepted_per_position) for of in self._last_loads)
-        self._accept_length.set(1 + right / drafts)
-        self._accept_rate.set(right / guesses)
+        self.set("spec_accept_length", 1 + right / sum(of.total_drafts for of in self._last_loads))
+        self.set("spec_accept_rate", right / sum(of.total_draft_tokens for of in self._last_loads))
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
