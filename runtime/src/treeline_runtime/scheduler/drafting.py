@@ -139,10 +139,10 @@ class Speculation:
         for token in draft:
             try:
                 constraint.accept(token)
+                taken += 1
+                if constraint.finished or (jumps and req.output_len + taken >= req.jumps_from and constraint.forced()):
+                    break
             except Exception:
-                break
-            taken += 1
-            if constraint.finished or (jumps and constraint.forced()):
                 break
             count += 1
         constraint.rollback(taken)

@@ -315,13 +315,14 @@ class Scheduler:
         if self.config.cache_audit:
             self.audits.take(req, end, result)
         finish = req.take_tokens(result.tokens)
-        if self._speculation is not None:
-            self._speculation.learn(req, result.tokens)
         if result.wrong or len(req.tokens) != end + 1:
             # tokens that were not accepted are computed again; accepted ones beyond `end` are computed like a jump
             req.roll_back(min(end, len(req.tokens) - 1))
             self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
-        if (finish := finish or self._jumps.after(req)) is not None:
+        finish = finish or self._jumps.after(req)
+        if self._speculation is not None:
+            self._speculation.learn(req, result.tokens)
+        if finish is not None:
             self._finish(req, finish, result)
         else:
             self.reporter.tell(token_out(req, result))
