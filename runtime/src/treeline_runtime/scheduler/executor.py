@@ -216,12 +216,11 @@ class Executor:
     def _finish(self, launched: Launched, logits: torch.Tensor, tokens: Tokens, kv_finite: torch.Tensor) -> Launched:
         """Samples undelayed rows that need more than a temperature; without delayed ones, starts copying results."""
         plan = launched.plan
-        cells = list(zip(plan.targets(self._table.scratch_row), plan.sampled_at, strict=True))
-        step = Step(plan, cells, logits, tokens, kv_finite)
+        step = Step(plan, logits, tokens, kv_finite)
         if more := [j for j in plan.rows_sampling if j not in plan.delayed]:
             if self._leads:
                 if any(plan.rows_sampling[j].params.excludes for j in more):
-                    step.allowed = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
+                    step.allowed = torch.ones(len(step.plan.sampling), dtype=torch.bool, device=self._device)
                 self._sample(step, more)
             self._take_first(step, more)
         if plan.delayed:
@@ -240,7 +239,8 @@ class Executor:
     def _keep(self, step: Step, rows: list[int], where: torch.Tensor, ids: torch.Tensor) -> None:
         """Makes these the tokens of rows, in the result and for the next step."""
         step.tokens.ids[where] = ids
-        cells = upload(np.array([step.cells[j] for j in rows]).T, self._device)
+        places = np.array((step.plan.targets(self._table.scratch_row), step.plan.sampled_at))
+        cells = upload(places[:, rows], self._device)
         self._table.token_pool[cells[0], cells[1]] = ids
 
     def follow_delayed(self, launched: Launched) -> None:
@@ -265,7 +265,7 @@ class Executor:
             self._group.tell(Delayed())
         with as_one(self._group), torch.inference_mode(), self._on_device():
             if step.allowed is None:
-                step.allowed = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
+                step.allowed = torch.ones(len(step.plan.sampling), dtype=torch.bool, device=self._device)
             failed = self._process(step, choices)
             unsampled = choices.failed
             if choices.masks is not None:
@@ -288,7 +288,7 @@ class Executor:
             else:
                 step.processed[j] = logits
         if step.processed:
-            step.sound = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
+            step.sound = torch.ones(len(step.plan.sampling), dtype=torch.bool, device=self._device)
             for j, logits in step.processed.items():
                 step.sound[j] = logits.max().isfinite()  # NaN is a maximum, too
         return failed
@@ -330,7 +330,7 @@ class Executor:
     def _row(self, step: Step, j: int) -> Row:
         plan = step.plan
         params, stop_ids, prompt_len = msgspec.structs.astuple(plan.rows_sampling[j])
-        row, end = plan.rows[plan.sampling[j]], plan.sampled_at[j]
+        row, end = plan.rows[plan.sampling[j]], prompt_len + plan.indices[j]
         history = self._table.token_pool[row, :end] if needs_history(params) else None
         return Row(params, plan.seeds[j], plan.indices[j], stop_ids, prompt_len, history)
 

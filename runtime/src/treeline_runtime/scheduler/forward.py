@@ -66,7 +66,8 @@ class DecodeInputs:
         else:  # no row draws
             keys = np.zeros((len(rows), 2), dtype=np.int32)
         positions = [at - 1 for at in plan.sampled_at]
-        return cls(rows, positions, plan.targets(scratch_row), plan.temperatures, keys)
+        targets = plan.targets(scratch_row) if plan.drafts else rows
+        return cls(rows, positions, targets, plan.temperatures, keys)
 
     @classmethod
     def spread(cls, plan: StepPlan, scratch_row: int) -> DecodeInputs:

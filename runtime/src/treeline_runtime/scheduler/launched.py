@@ -66,8 +66,6 @@ class Step:
     """The results of a launch on the device, for sampling. The next launch may overwrite them."""
 
     plan: StepPlan
-    cells: list[tuple[int, int]]
-    """Where each sampled token belongs in the token table (`StepPlan.targets`): row and position."""
     logits: torch.Tensor
     """(rows that sample, vocabulary), the model's own."""
     tokens: Tokens
@@ -160,6 +158,7 @@ class Launched:
         sound: list[bool] | None = None,
     ) -> None:
         plan = self.plan
+        positions = plan.sampled_at if plan.drafts else plan.ends
         for j, (i, token) in enumerate(zip(plan.sampling, tokens, strict=True)):
             taken, failed = results[i].tokens, None
             if not finite[j]:
@@ -171,7 +170,7 @@ class Launched:
             elif allowed is not None and not allowed[j]:
                 failed = NOTHING_ALLOWED
             if draft := plan.drafts.get(i):
-                guesses = plan.sampled_at[j] - plan.ends[i] + len(draft)
+                guesses = positions[j] - plan.ends[i] + len(draft)
                 if len(taken) != guesses or taken != draft[:guesses]:
                     continue  # one of the guesses before it is wrong
                 if guesses < plan.right.get(i, 0):

@@ -116,7 +116,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
         cuts = (int(np.abs(bounds - self.num_tokens * i / count).argmin()) for i in range(count + 1))
         return list(pairwise(sorted(set(cuts))))
 
-    @cached_property
+    @property
     def sampled_at(self) -> list[int]:
         """The position of each sampled token."""
         if not self.drafts:

@@ -97,8 +97,11 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> Step
     temperatures = [0.0] * len(those)
     extra: dict[str, Any] = {}
     rows_sampling: dict[int, RowSampling] = {}
+    drafts: dict[int, list[int]] = {}
     for j, (req, _) in enumerate(those):
         params = req.sampling
+        if req.draft:
+            drafts[sampling[j]] = req.draft
         if req.delays or needs_more(params):
             # a grammar knows itself where an output may end
             stop_ids = req.stop_ids if params.grammar is None else frozenset[int]()
@@ -108,7 +111,7 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> Step
     if rows_sampling:
         extra["rows_sampling"] = rows_sampling
         extra["delayed"] = [j for j in rows_sampling if those[j][0].delays]
-    if drafts := {i: req.draft for i, req in enumerate(reqs) if req.draft}:
+    if drafts:
         extra["drafts"] = drafts
         extra["right"] = {i: state.right for i in drafts if (state := reqs[i].drafting) is not None and state.right}
     logprobs = {j: req.top_logprobs_num for j, (req, _) in enumerate(those) if req.return_logprob}
