@@ -108,7 +108,7 @@ def assert_only_real_tokens_are_cached(engine: Harness, prompts: Mapping[str, li
         assert any(ids[: len(path)] == path for ids in real)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     depth=st.integers(0, 1),
     seed=st.integers(0, 1 << 16),
@@ -269,6 +269,25 @@ def test_steps_without_guesses_overlap(tiny: Path) -> None:
             assert engine.decode.running["a"].drafting.expected is None, "nothing is repeated"
             assert engine._pending or engine.decode.running["a"].launched_tokens == 5
     engine.run()
+
+
+def test_guesses_end_with_the_context(tiny: Path, always: None) -> None:
+    ids, sizes = prompt(9, 41), {"context_length": 64, "max_total_tokens": 64}
+    plain = Harness(tiny, **sizes).generate("a", ids, max_new_tokens=100)
+    assert len(plain) == 64 - 41
+    engine = guessing(tiny, {tuple(ids): [*plain, 1, 2, 3, 4, 5]}, **sizes)
+    assert engine.generate("a", ids, max_new_tokens=100) == plain
+    assert engine.finish("a").type == "length"
+    assert engine.steps < 10
+
+
+def test_simulated_guesses_save_steps_and_keep_the_length(tiny: Path) -> None:
+    engine = Harness(tiny, speculative_simulate_acceptance=1.0, speculative_num_draft_tokens=3)
+    assert len(engine.generate("a", prompt(1, 9), max_new_tokens=41)) == 41
+    assert engine.steps < 16, "four tokens in a step"
+    never = Harness(tiny, speculative_simulate_acceptance=0.0)
+    assert len(never.generate("a", prompt(1, 9), max_new_tokens=41)) == 41
+    assert never.steps > 38
 
 
 # ---- grammars ---------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Launched:
         sound: list[bool] | None = None,
     ) -> None:
         plan = self.plan
-        positions = plan.sampled_at if plan.drafts else plan.ends
+        positions = plan.sampled_at if plan.drafts else []
         for j, (i, token) in enumerate(zip(plan.sampling, tokens, strict=True)):
             taken, failed = results[i].tokens, None
             if not finite[j]:
