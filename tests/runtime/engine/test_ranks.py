@@ -140,6 +140,7 @@ def test_ranks_verify_the_guesses_of_rank_0(
     sizes: dict[str, int], checkpoints: tuple[Path, Path], alone: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 4),)),))
+    monkeypatch.setattr(drafting, "WAIT", -1.0)
     monkeypatch.setattr(ngrams, "LENGTHS", (1,))  # it guesses often
     drafts, plan_of = [0], table.plan_of
 

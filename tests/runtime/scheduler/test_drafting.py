@@ -107,8 +107,9 @@ def begun(output: Sequence[int] = (4,), **sampling: int | tuple[int, ...]) -> Re
     return req
 
 
-def guessing(*guesses: int) -> Speculation:
-    return Speculation(lambda: Always(*guesses), 6, stats := SchedulerStats(), no_jumps(stats))
+def guessing(*guesses: int, overlaps: bool = True) -> Speculation:
+    stats = SchedulerStats()
+    return Speculation(lambda: Always(*guesses), 6, stats, no_jumps(stats), overlaps=overlaps)
 
 
 def no_jumps(stats: SchedulerStats) -> Jumps:
@@ -176,9 +177,27 @@ def test_results_are_waited_for_where_a_guess_is_likely() -> None:
     assert not speculation.waits([req, other])
 
 
+def test_few_guesses_among_many_requests_are_not_waited_for() -> None:
+    for overlaps in (False, True):
+        speculation = guessing(7, overlaps=overlaps)
+        reqs = [begun() for _ in range(40)]
+        for i, req in enumerate(reqs):
+            speculation.learn(req, [4])
+            assert req.drafting is not None
+            req.drafting.share = 0.9 if i < 2 else 0.0
+        assert speculation.pays(reqs) is not overlaps, "two of forty have three guesses"
+        assert speculation.pays(reqs[:30])
+        reqs[5].in_flight = 1
+        assert speculation.waits(reqs) is not overlaps
+    for req in reqs:
+        assert req.drafting is not None
+        req.drafting.share = 0.0
+    assert not guessing(7, overlaps=False).pays(reqs)
+
+
 def test_simulated_guesses_are_right_at_the_given_rate() -> None:
     stats = SchedulerStats()
-    speculation, req = Simulated(0.7, 3, stats, no_jumps(stats)), begun()
+    speculation, req = Simulated(0.7, 3, stats, no_jumps(stats), overlaps=False), begun()
     speculation.learn(req, [4])
     for _ in range(2000):
         req.draft = speculation.draft(req, 1, 50)

@@ -129,6 +129,7 @@ def test_answers_are_the_same_whatever_is_guessed(
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "DEPTHS", ALWAYS)
+        patch.setattr(drafting, "WAIT", -1.0)
         guessing = Constrained(tiny, overlap_depth=depth, speculative_algorithm="NGRAM", **options)
         speculation_of(guessing)._new_drafter = lambda: Known(answers, right, rng)
         ask(guessing, seed)
@@ -156,6 +157,7 @@ def test_answers_are_the_same_whatever_is_guessed(
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every request that decodes have four guesses."""
     monkeypatch.setattr(drafting, "DEPTHS", ALWAYS)
+    monkeypatch.setattr(drafting, "WAIT", -1.0)
 
 
 ASKED = {str(i): prompt(i, 9 + 4 * i) for i in range(3)}

@@ -89,7 +89,7 @@ class DecodeManager:
         for req, end in zip(reqs, ends, strict=True):
             self._cache.extend(req, end)
         samples = [end >= len(req.tokens) for req, end in zip(reqs, ends, strict=True)]
-        if self._speculation is not None:
+        if self._speculation is not None and self._speculation.pays(reqs):
             room = min(self._step_tokens, MOST_SAMPLED) - sum(
                 end - req.device_len for req, end in zip(reqs, ends, strict=True)
             )

@@ -5,8 +5,8 @@ before and after each guess, with the parameters, random numbers, masks and pena
 use there. Sampled tokens count up to the first that is not the guess after it (`Launched`), so the output is the same
 as without guesses. Rejected ones leave keys and values that the next step overwrites.
 
-Guesses can only follow known tokens: before a step with guesses, all results are waited for (`waits`). Without,
-launches overlap as always.
+Guesses can only follow known tokens: before a step with guesses, all results are waited for (`waits`), if the guesses
+are worth it. Without, launches overlap as always.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ DEPTHS: tuple[tuple[int, tuple[tuple[float, int], ...]], ...] = (
 token more takes time, which only good guesses are worth."""
 SLACK = 0.1
 """A depth is kept until the share is so much lower than what it needs."""
+WAIT = 0.15
+"""Right guesses to expect for each request, on average, before a step waits for results: its planning then takes about
+so much of a step's time, in which the device computes nothing."""
 FIRST_SHARE = 0.5
 """The share of right guesses that a request begins with."""
 FORGET = 0.9
@@ -81,16 +84,26 @@ class Speculation:
         most: int,
         stats: SchedulerStats,
         jumps: Jumps,
+        *,
+        overlaps: bool,
     ) -> None:
-        """most: guesses for a request in a step."""
+        """most: guesses for a request in a step. overlaps: whether launches do, unless results are waited for."""
         self._new_drafter = new_drafter
         self._most = most
         self._stats = stats
         self._jumps = jumps
+        self._overlaps = overlaps
 
     def waits(self, reqs: Sequence[Req]) -> bool:
         """Whether the next step of these requests is planned only when all results are known."""
-        return any(req.in_flight and (req.draft or self._depth(req, len(reqs))) for req in reqs)
+        flying = [req for req in reqs if req.in_flight]
+        return any(req.draft for req in flying) or (bool(flying) and self.pays(reqs))
+
+    def pays(self, reqs: Sequence[Req]) -> bool:
+        """Whether a step of these requests should have guesses."""
+        known = ((self._depth(req, len(reqs)), req.drafting) for req in reqs)
+        right = sum(depth * state.share for depth, state in known if state is not None)
+        return right > (WAIT * len(reqs) if self._overlaps else 0)
 
     def draft(self, req: Req, batch: int, room: int) -> list[int]:
         """The guesses for a request whose tokens are all known, among `batch` decoding ones; at most `room`. None of
@@ -163,8 +176,8 @@ class Simulated(Speculation):
     """Takes guesses for right at a fixed rate, whatever they are: the speed of a drafter that is not there. The
     outputs are nonsense."""
 
-    def __init__(self, rate: float, most: int, stats: SchedulerStats, jumps: Jumps) -> None:
-        super().__init__(_Repeated, most, stats, jumps)
+    def __init__(self, rate: float, most: int, stats: SchedulerStats, jumps: Jumps, *, overlaps: bool) -> None:
+        super().__init__(_Repeated, most, stats, jumps, overlaps=overlaps)
         self._rate = rate
         self._chance = random.Random(0)
 
@@ -192,9 +205,9 @@ def _count(state: Drafting, was_right: bool) -> None:
     state.share = FORGET * state.share + (1 - FORGET) * was_right
 
 
-def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps) -> Speculation | None:
+def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps, *, overlaps: bool) -> Speculation | None:
     """None: each step samples one token."""
     most = config.most_guesses
     if config.speculative_simulate_acceptance is not None:
-        return Simulated(config.speculative_simulate_acceptance, most, stats, jumps)
-    return Speculation(Ngrams, most, stats, jumps) if most else None
+        return Simulated(config.speculative_simulate_acceptance, most, stats, jumps, overlaps=overlaps)
+    return Speculation(Ngrams, most, stats, jumps, overlaps=overlaps) if most else None

@@ -86,7 +86,8 @@ class Scheduler:
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth if config.jump_forward else None
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
-        self._speculation = speculation(config, self.stats, self._jumps)
+        overlaps = limits.overlap_depth > 0
+        self._speculation = speculation(config, self.stats, self._jumps, overlaps=overlaps)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size, self._speculation)
         self.residence = Residence(config, limits, model, group, peers)
         chunk, limit = limits.chunked_prefill_size, limit_for(config, model.config, limits)
