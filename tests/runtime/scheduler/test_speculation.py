@@ -295,10 +295,11 @@ def test_simulated_guesses_save_steps_and_keep_the_length(tiny: Path) -> None:
 # ---- grammars ---------------------------------------------------------------------------------------------
 
 LISTS = Grammar("regex", "(red|green|blue), (red|green|blue), [a-f]{3,6}( and [a-f]{2})*")
+EBNF = Grammar("ebnf", 'root ::= ("red" | "green" | "blue") (", " [a-f] [a-f] [a-f])*')
 THOUGHT = Grammar("regex", "(yes|no)+", after="a")
 
 
-@pytest.mark.parametrize("grammar", [LISTS, THOUGHT], ids=["from the start", "after a marker"])
+@pytest.mark.parametrize("grammar", [LISTS, EBNF, THOUGHT], ids=["llguidance", "xgrammar", "after a marker"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("right", [1.0, 0.6])
 def test_grammars_mask_the_token_after_each_guess(
@@ -316,7 +317,7 @@ def test_grammars_mask_the_token_after_each_guess(
     for rid, ids in prompts.items():
         assert engine.tokens(rid) == answers[tuple(ids)]
         assert engine.finish(rid) == plain.finish(rid)
-    assert engine.stats.accepted_per_position[0] > 5
+    assert engine.stats.accepted_per_position[0] > 3
 
 
 NAMES = [f"the_{name}_of_it" for name in ("size", "place", "time")]
