@@ -16,7 +16,7 @@ from support.runtime_constraints import Constrained, Rule, Toy, alternating, fol
 from support.runtime_engine import VOCAB, Harness, prompt
 from support.runtime_grammars import WithGrammars
 from support.runtime_graphs import ComputedGraphs
-from treeline_runtime.messages import Grammar, Speculated, TokenOut
+from treeline_runtime.messages import Grammar, Speculated, Stored, TokenOut
 from treeline_runtime.scheduler import drafting
 from treeline_runtime.scheduler.drafting import Speculation
 
@@ -101,11 +101,16 @@ def assert_same(found: Harness, expected: Harness, rid: str) -> None:
 
 
 def assert_only_real_tokens_are_cached(engine: Harness, prompts: Mapping[str, list[int]]) -> None:
+    """Check every page that was ever announced."""
     real = [ids + engine.tokens(rid) for rid, ids in prompts.items()]
-    paths: dict[str | None, list[int]] = {None: []}
-    for block in engine.reporter.blocks():
-        path = paths[block["hash"]] = paths[block["parent"]] + block["tokens"]
+    size = engine.config.page_size
+    paths: dict[int | None, list[int]] = {None: []}
+    for event in (event for update in engine.updates for event in update.events if isinstance(event, Stored)):
+        path = paths[event.parent_hash]
+        for i, digest in enumerate(event.block_hashes):
+            path = paths[digest] = path + event.token_ids[i * size : (i + 1) * size]
         assert any(ids[: len(path)] == path for ids in real)
+    assert len(paths) > 1
 
 
 @settings(max_examples=15)
