@@ -10,7 +10,9 @@ round.
 - `spec.ngram.speedup.bN`: seconds without guesses ÷ seconds with `--speculative-algorithm NGRAM`. The answers repeat
   themselves, as greedy answers of small models and random weights do; they must be the same with guesses and without.
 - `spec.ngram.accept_length.bN`: tokens that a step with guesses gave a request then.
-- `spec.simulated80.speedup.bN`: the same with 3 guesses of which 80 % are taken for right, whatever they are
+- `spec.grammar.speedup.bN`: the same for JSON of which 30 % is forced (`structured.py`), without guesses and
+  jump-forward ÷ with both. These answers differ: jumps split forced text as the tokenizer does.
+- `spec.simulated80.speedup.bN`: as the first with 3 guesses of which 80 % are taken for right, whatever they are
   (`--speculative-simulate-acceptance 0.8`): the speed of a drafter that costs nothing. These answers are nonsense.
 """
 
@@ -24,27 +26,30 @@ import time
 from typing import Any
 
 from engine import SHAPES
-from structured import TOKENS, model, report
+from structured import TOKENS, model, report, schema
 from treeline_runtime import Engine, SamplingParams
 
-BATCHES, SIMULATED = (1, 8), (1, 16, 64)
+BATCHES, GRAMMARS, SIMULATED = (1, 8), (1, 8, 32), (1, 16, 64)
 PROMPT, ANSWER = 64, 256
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=ANSWER, ignore_eos=True)
+JSON = SamplingParams(temperature=0.0, max_new_tokens=400, grammar=schema(30))
 
 
-def answers(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
     """→ seconds, tokens"""
     started = time.perf_counter()
-    outputs = engine.generate(prompts, GREEDY)
+    outputs = engine.generate(prompts, params)
     return time.perf_counter() - started, [output.token_ids for output in outputs]
 
 
-def measure(name: str, on: Engine, off: Engine, batch: int, rounds: int, *, same: bool) -> None:
-    """same: whether guesses may change no answer."""
+def measure(
+    name: str, on: Engine, off: Engine, batch: int, rounds: int, params: SamplingParams = GREEDY, *, same: bool = False
+) -> None:
+    """same: whether the answers must be."""
     rng, ratios = random.Random(batch), []
     for round_ in range(rounds + 1):
         prompts = [rng.choices(TOKENS, k=PROMPT) for _ in range(batch)]
-        found = {engine: answers(engine, prompts) for engine in ((on, off) if round_ % 2 else (off, on))}
+        found = {engine: answers(engine, prompts, params) for engine in ((on, off) if round_ % 2 else (off, on))}
         if same and found[on][1] != found[off][1]:
             raise SystemExit(f"{name}: guesses changed an answer")
         if round_:
@@ -63,7 +68,7 @@ def main() -> int:
     with model(args.shape, None) as (folder, load_format):
         settings: dict[str, Any] = {"load_format": load_format, "threads": args.threads, "context_length": 512}
         # the memory of a GPU is shared: each of the two takes half of what the one before left
-        with Engine(folder, mem_fraction=0.4, **settings) as off:
+        with Engine(folder, jump_forward=False, mem_fraction=0.4, **settings) as off:
             with Engine(folder, speculative_algorithm="NGRAM", mem_fraction=0.8, **settings) as on:
                 for batch in BATCHES[:1] if args.quick else BATCHES:
                     stats = on.scheduler.stats
@@ -71,10 +76,12 @@ def main() -> int:
                     measure("ngram", on, off, batch, rounds, same=args.shape == "tiny")
                     length = (sum(stats.accepted_per_position) - right) / (stats.total_drafts - drafts)
                     report(f"spec.ngram.accept_length.b{batch}", 1 + length)
+                for batch in GRAMMARS[:1] if args.quick else GRAMMARS:
+                    measure("grammar", on, off, batch, rounds, JSON)
             simulated = {"speculative_simulate_acceptance": 0.8, "speculative_num_draft_tokens": 3}
             with Engine(folder, mem_fraction=0.8, **simulated, **settings) as on:
                 for batch in SIMULATED[:1] if args.quick else SIMULATED:
-                    measure("simulated80", on, off, batch, rounds, same=False)
+                    measure("simulated80", on, off, batch, rounds)
     return 0
 
 

@@ -233,7 +233,7 @@ def _structured(context: Context) -> Iterator[tuple[str, Script]]:
 
 
 def _speculation(context: Context) -> Iterator[tuple[str, Script]]:
-    must = ("spec.ngram.speedup.b1", "spec.simulated80.speedup.b1")
+    must = ("spec.ngram.speedup.b1", "spec.grammar.speedup.b1", "spec.simulated80.speedup.b1")
     script = Script("runtime/benchmarks/speculation.py", must, ("--shape", shapes()[0], *_quick(context)))
     yield "speculation: with and without guesses in turn", script
 
