@@ -13,7 +13,9 @@ from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.scheduler import ngrams
 from treeline_runtime.scheduler.drafting import DEPTHS, SLACK, Drafting, Simulated, Speculation, depth_for
 from treeline_runtime.scheduler.grammars import Jumps
+from treeline_runtime.scheduler.launched import Launched, Sampled
 from treeline_runtime.scheduler.ngrams import LENGTHS, Ngrams
+from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.reports import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
 
@@ -82,6 +84,30 @@ def test_a_depth_changes_down_only_beyond_the_slack() -> None:
             assert depth_for(least, needs, 0) == depth
             assert depth_for(least, needs - SLACK / 2, depth) == depth
             assert depth_for(least, needs - 1.5 * SLACK, depth) < depth
+
+
+# ---- results ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampled", "finite", "taken", "failed"),
+    [
+        ([1, 2, 3], [True, True, True], [1, 2, 3], False),
+        ([1, 9, 3], [True, True, True], [1, 9], False),
+        ([9, 2, 3], [True, True, True], [9], False),
+        ([1, 9, 3], [True, True, False], [1, 9], False),
+        ([1, 2, 3], [True, False, True], [1], False),
+        ([1, 2, 3], [True, True, False], [1, 2], False),
+        ([1, 2, 3], [False, True, True], [1], True),
+    ],
+)
+def test_a_result_counts_up_to_the_first_wrong_guess_or_fault(
+    sampled: list[int], finite: list[bool], taken: list[int], failed: bool
+) -> None:
+    launched, results = Launched(StepPlan([0], [5], [8], sampling=[0, 0, 0], drafts={0: [1, 2]})), [Sampled()]
+    launched._take_tokens(results, sampled, finite)
+    assert (results[0].tokens, results[0].wrong) == (taken, 3 - len(taken))
+    assert (results[0].failed is not None) is failed, "a fault after right guesses comes with the next step"
 
 
 # ---- drafts -----------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class Launched:
                 failed = NOTHING_ALLOWED
             if draft := plan.drafts.get(i):
                 guesses = positions[j] - plan.ends[i] + len(draft)
-                if len(taken) != guesses or taken != draft[:guesses]:
+                if results[i].failed is not None or len(taken) != guesses or taken != draft[:guesses]:
                     continue  # one of the guesses before it is wrong
                 if guesses < plan.right.get(i, 0):
                     token = draft[guesses]
