@@ -205,9 +205,11 @@ def timed_masks(into: list[float]) -> Iterator[None]:
     """Seconds of each call of `Masks.fill`."""
     fill = Masks.fill
 
-    def timed(self: Masks, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
+    def timed(
+        self: Masks, constraints: Sequence[Constraint], drafts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, dict[int, str]]:
         started = time.perf_counter()
-        found = fill(self, constraints)
+        found = fill(self, constraints, drafts)
         into.append(time.perf_counter() - started)
         return found
 

@@ -78,7 +78,7 @@ class WithGrammars(Harness):
     def __init__(self, **settings: Any) -> None:
         super().__init__(MODEL, **({"load_format": "auto", "overlap_depth": 0} | settings))
         self.grammars._compiler = Compiler()  # type: ignore[assignment]
-        if self.config.jump_forward:
+        if self.config.jump_forward or self.config.most_guesses:
             self.grammars.jump_forward = jumping()
 
     def step(self) -> bool:

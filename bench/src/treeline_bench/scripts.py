@@ -253,6 +253,12 @@ def _structured(context: Context) -> Iterator[tuple[str, Script]]:
     yield "structured: with and without jump-forward in turn", script
 
 
+def _speculation(context: Context) -> Iterator[tuple[str, Script]]:
+    must = ("spec.ngram.speedup.b1", "spec.grammar.speedup.b1", "spec.simulated80.speedup.b1")
+    script = Script("runtime/benchmarks/speculation.py", must, ("--shape", shapes()[0], *_quick(context)))
+    yield "speculation: with and without guesses in turn", script
+
+
 def _lang_client(context: Context) -> Iterator[tuple[str, Script]]:
     figures = ("vs_sglang", "cpu_ms.ours", "cpu_ms.theirs")
     must = tuple(f"lang.{figure}.{name}" for figure in figures for name in ("call", "fork4"))
@@ -287,6 +293,7 @@ BENCHMARKS = (
     _benchmark("pull", "Pages of another server", "a long prompt pulled from a peer, or computed", _pull),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),
+    _benchmark("speculation", "Speculative decoding", "tokens guessed ahead, n-grams and simulated", _speculation),
     _benchmark(
         "lang-client",
         "The language's client",

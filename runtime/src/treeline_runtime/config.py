@@ -358,6 +358,31 @@ class SchedulerConfig(EngineConfig):
         "`custom_params`; repeatable. NAME alone is a built-in one: disallowed_tokens, thinking_budget "
         "(default: none)",
     )
+    speculative_algorithm: Literal["off", "NGRAM"] = setting(
+        "off",
+        group="scheduling",
+        help="guess several next tokens of a request and verify them in one step; outputs stay the same. NGRAM = what "
+        "followed where its last tokens were before, in its own text (default: %(default)s)",
+    )
+    speculative_num_draft_tokens: int = setting(
+        7,
+        group="scheduling",
+        rare=True,
+        metavar="N",
+        at_least=1,
+        at_most=32,
+        help="guesses for a request in a step, at most; fewer where many are wrong or many requests decode (default: "
+        "%(default)s)",
+    )
+    speculative_simulate_acceptance: float | None = setting(
+        None,
+        group="scheduling",
+        rare=True,
+        metavar="RATE",
+        at_least=0,
+        at_most=1,
+        help="to measure speed: take guesses for right at this rate, whatever they are. Outputs are nonsense",
+    )
     jump_forward: bool = setting(True, group=None, help="text that a grammar forces is not sampled")
     schedule_conservativeness: float = setting(
         1.0,
@@ -382,6 +407,12 @@ class SchedulerConfig(EngineConfig):
             raise ConfigError("--host-cache is not supported with several ranks (--tp-size, --pp-size) yet")
         if self.host_cache is not None and self.prefix_cache == "off":
             raise ConfigError("--host-cache keeps pages of the prefix cache, which --prefix-cache off leaves out")
+
+    @property
+    def most_guesses(self) -> int:
+        """Tokens of a request that are guessed for a step; 0: none ever."""
+        off = self.speculative_algorithm == "off" and self.speculative_simulate_acceptance is None
+        return 0 if off else self.speculative_num_draft_tokens
 
     @property
     def uses_priority(self) -> bool:

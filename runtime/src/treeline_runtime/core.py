@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from treeline_runtime.models.pooler import Vector
     from treeline_runtime.models.pooling import Pooling
     from treeline_runtime.sampling import Constraint, Processing
+    from treeline_runtime.scheduler.drafting import Drafting
 
 
 _PAGES_FROM = re.compile(r"([^;]+)(?:;within=([0-9]{1,6}(?:\.[0-9]{1,3})?))?")
@@ -87,6 +88,10 @@ class Req:
     """The constraint on its output, which it has accepted so far. None: no constraint."""
     processor: Processing | None = None
     """Changes its logits, once per output token. None: no processor."""
+    drafting: Drafting | None = None
+    """What guesses its next tokens. None: nothing does, or it has no output yet."""
+    draft: list[int] = field(default_factory=list)
+    """Guesses after its known tokens, for the next step or being verified by the launched one."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -294,14 +299,15 @@ class Batch:
     starts: list[int]
     ends: list[int]
     samples: list[bool]
-    """Whether a token is sampled after ends[i]: only at the end of a prompt or a long jump."""
+    """Whether a token is sampled after ends[i]: only at the end of a prompt or a long jump. If the request has a draft,
+    that ends there, and a token is sampled before and after each of its tokens."""
     riding: int = 0
     """Number of last requests that decode in a mixed batch, along with prefill."""
 
     @property
     def sampling(self) -> list[int]:
-        """Indices of the requests that sample a token."""
-        return [i for i, samples in enumerate(self.samples) if samples]
+        """The index of the request of each token that is sampled."""
+        return [i for i, samples in enumerate(self.samples) if samples for _ in range(1 + len(self.reqs[i].draft))]
 
     @property
     def num_tokens(self) -> int:

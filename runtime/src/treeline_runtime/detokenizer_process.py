@@ -133,6 +133,7 @@ class DetokenizerCore:
             cached_tokens=out.cached_tokens,
             completion_tokens=out.completion_tokens,
             retractions=out.retractions,
+            speculated=out.speculated,
             queued_s=out.queued_s,
             logprobs=self._logprobs(out, with_text),
             vector=out.vector,

@@ -46,7 +46,9 @@ def step_limits(config: SchedulerConfig, model: ModelConfig, cuda_bytes: int | N
     """cuda_bytes: memory of the device; None: on a CPU."""
     chunk = config.chunked_prefill_size or (1024 if cuda_bytes is None else _chunk(cuda_bytes))
     running = config.max_running_requests or (64 if cuda_bytes is None else 256)
-    graphs = min(running, LARGEST_GRAPH if config.max_graph_batch is None else config.max_graph_batch)
+    graphs = min(
+        running * (1 + config.most_guesses), LARGEST_GRAPH if config.max_graph_batch is None else config.max_graph_batch
+    )
     prompts = min(worth_capturing(model) if config.max_graph_tokens is None else config.max_graph_tokens, chunk)
     if config.pp_size > 1:  # what stages send each other is not captured
         graphs = prompts = 0

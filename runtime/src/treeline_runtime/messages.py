@@ -281,6 +281,15 @@ class HiddenStates(msgspec.Struct, frozen=True, gc=False):
     """(rows x size,) float32, little-endian."""
 
 
+class Speculated(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What became of the guesses of a request's next tokens."""
+
+    steps: int = 0
+    """Steps that verified some."""
+    guesses: int = 0
+    right: int = 0
+
+
 class RequestState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A request's state after one step."""
 
@@ -296,6 +305,8 @@ class RequestState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     """float32 numbers of a vector request, in its last message."""
     hidden_states: HiddenStates | None = None
     """With `finish`, if requested."""
+    speculated: Speculated | None = None
+    """None: nothing was guessed."""
     withdrawn: int = 0
     """Number of the last ids sent before that these replace: `token_ids` begin with their text."""
 
@@ -448,6 +459,12 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     total_jumps: int = 0
     total_forced_tokens: int = 0
     """Added by jumps since the start."""
+    total_drafts: int = 0
+    """Times that a step verified guesses of a request, since the start."""
+    total_draft_tokens: int = 0
+    """These guesses."""
+    accepted_per_position: list[int] = msgspec.field(default_factory=list)
+    """The right ones among them, by their place in the draft."""
     asleep: int = 0
     """Sleep level (SleepReq); 0 = awake. Routers see it as draining."""
     audits: dict[str, AuditCounts] = msgspec.field(default_factory=dict)

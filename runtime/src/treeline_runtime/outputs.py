@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from treeline_runtime.messages import BatchTokenOut, FinishReason, FromScheduler, Reply, StopReq, TokenLogprob, TokenOut
+from treeline_runtime.messages import (
+    BatchTokenOut,
+    FinishReason,
+    FromScheduler,
+    Reply,
+    Speculated,
+    StopReq,
+    TokenLogprob,
+    TokenOut,
+)
 from treeline_runtime.tokens import IncrementalDetokenizer
 
 
@@ -31,6 +40,8 @@ class Output:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     retractions: int = 0
+    speculated: Speculated | None = None
+    """None: nothing was guessed."""
     output_token_logprobs: list[TokenLogprob] = field(default_factory=list)
     output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     input_token_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -124,6 +135,7 @@ class Outputs:
         output.token_ids += out.token_ids
         output.cached_tokens = out.cached_tokens
         output.retractions = out.retractions
+        output.speculated = out.speculated
         output.output_token_logprobs += out.output_token_logprobs or ()
         output.output_top_logprobs += out.output_top_logprobs or ()
         output.input_token_logprobs += out.input_token_logprobs or ()

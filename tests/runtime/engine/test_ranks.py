@@ -20,7 +20,7 @@ from support.runtime_server import eventually, gone, make_checkpoint, running
 from treeline_runtime import Engine, GenerationError, SamplingParams
 from treeline_runtime.messages import CustomProcessor, Grammar
 from treeline_runtime.models import ModelError
-from treeline_runtime.scheduler import Scheduler, administration
+from treeline_runtime.scheduler import Scheduler, administration, drafting, ngrams, scheduler, table
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks import group as group_module
@@ -92,7 +92,7 @@ def kinds() -> list[SamplingParams]:
     ]
 
 
-def answers(path: Path, **sizes: int) -> list[Any]:
+def answers(path: Path, **sizes: Any) -> list[Any]:
     """Return everything that an engine says to many requests at once, in a cache that is too small for them."""
     each = kinds() * 3
     prompts = [prompt(i, 10 + 4 * i) for i in range(len(each))]
@@ -133,6 +133,26 @@ def test_requests_of_all_kinds_get_the_answers_of_one_rank(
 ) -> None:
     for found, expected in zip(answers(checkpoints[0], **sizes), alone, strict=True):
         assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
+
+
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+def test_ranks_verify_the_guesses_of_rank_0(
+    sizes: dict[str, int], checkpoints: tuple[Path, Path], alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 4),)),))
+    monkeypatch.setattr(drafting, "WAIT", -1.0)
+    monkeypatch.setattr(ngrams, "LENGTHS", (1,))  # it guesses often
+    drafts, plan_of = [0], table.plan_of
+
+    def counted(*args: Any, **kwargs: Any) -> StepPlan:
+        plan = plan_of(*args, **kwargs)
+        drafts[0] += len(plan.drafts)
+        return plan
+
+    monkeypatch.setattr(scheduler, "plan_of", counted)
+    for found, expected in zip(answers(checkpoints[0], speculative_algorithm="NGRAM", **sizes), alone, strict=True):
+        assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
+    assert drafts[0] > 20
 
 
 def test_ranks_with_whole_experts_give_the_answers_of_one(tmp_path: Path) -> None:

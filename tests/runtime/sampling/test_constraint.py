@@ -21,7 +21,10 @@ CPU = torch.device("cpu")
 )
 def test_remaining_logits_are_those_that_the_constraints_allow(case: tuple[int, list[set[int]]]) -> None:
     vocab, allowed = case
-    masks, failed = Masks(vocab, CPU).fill([Toy(lambda _, tokens=tokens: tokens) for tokens in allowed])  # type: ignore[misc]
+    masks, failed = Masks(vocab, CPU).fill(
+        [Toy(lambda _, tokens=tokens: tokens) for tokens in allowed],  # type: ignore[misc]
+        [()] * len(allowed),
+    )
     assert failed == {}
     logits = torch.arange(len(allowed) * vocab, dtype=torch.float32).view(-1, vocab)
     before = logits.clone()
@@ -49,14 +52,14 @@ class Full:
 
 
 def test_bits_beyond_the_vocabulary_mean_nothing() -> None:
-    masks, _ = Masks(40, CPU).fill([Full()])
+    masks, _ = Masks(40, CPU).fill([Full()], [()])
     logits = torch.zeros(1, 40)
     TorchOps().forbid(logits, masks)
     assert logits.tolist() == [[0.0] * 40]
 
 
 def test_forbidden_nan_is_masked() -> None:
-    masks, _ = Masks(4, CPU).fill([Toy(only(2))])
+    masks, _ = Masks(4, CPU).fill([Toy(only(2))], [()])
     logits = torch.tensor([[torch.nan, torch.inf, 1.0, torch.nan]])
     TorchOps().forbid(logits, masks)
     assert logits.tolist() == [[-torch.inf, -torch.inf, 1.0, -torch.inf]]

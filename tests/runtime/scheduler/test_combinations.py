@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.runtime_engine import Harness, prompt, write_config
 from treeline_runtime.messages import FlushReq, TokenOut
+from treeline_runtime.scheduler import drafting, ngrams
 
 pytestmark = pytest.mark.deep
 
@@ -51,18 +52,24 @@ def states(out: TokenOut) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "kv", "mixed", "depth"),
+    ("model", "kv", "mixed", "depth", "guesses"),
     [
-        ("dense", "auto", True, 1),
-        ("gpt-oss", "fp8_e4m3", True, 1),
-        ("windows", "fp8_e4m3", True, 1),
-        ("moe", "fp8_e4m3", True, 0),
-        ("moe", "auto", False, 1),
+        ("dense", "auto", True, 1, "off"),
+        ("gpt-oss", "fp8_e4m3", True, 1, "off"),
+        ("windows", "fp8_e4m3", True, 1, "off"),
+        ("moe", "fp8_e4m3", True, 0, "off"),
+        ("moe", "auto", False, 1, "off"),
+        ("dense", "auto", True, 1, "NGRAM"),
+        ("windows", "fp8_e4m3", False, 1, "NGRAM"),
+        ("gpt-oss", "auto", True, 0, "NGRAM"),
     ],
 )
 def test_surviving_requests_get_the_tokens_that_they_get_alone(
-    tmp_path: Path, model: str, kv: str, mixed: bool, depth: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kv: str, mixed: bool, depth: int, guesses: str
 ) -> None:
+    monkeypatch.setattr(ngrams, "LENGTHS", (2, 1))  # many guesses, most of them wrong
+    monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 3),)),))
+    monkeypatch.setattr(drafting, "WAIT", -1.0)
     path = write_config(tmp_path, **MODELS[model])
     rng, now = random.Random(f"{model} {kv} {mixed} {depth}"), [0.0]
     engine = Harness(
@@ -71,6 +78,7 @@ def test_surviving_requests_get_the_tokens_that_they_get_alone(
         kv_cache_dtype=kv,
         mixed_chunk=mixed,
         overlap_depth=depth,
+        speculative_algorithm=guesses,
         max_total_tokens=200,
         waiting_timeout=40.0,
         request_timeout=90.0,
@@ -103,6 +111,7 @@ def test_surviving_requests_get_the_tokens_that_they_get_alone(
     kept = [rid for rid, out in ends.items() if out.finish is not None and out.finish.type == "length"]
     assert len(kept) > 10
     assert any(ends[rid].retractions for rid in kept)
+    assert guesses == "off" or engine.stats.total_draft_tokens > 100
     for rid in kept:
         ids, tokens, hidden = asked[rid]
         calm.cache.flush()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from treeline_runtime.grammar.backend import Compiled, GrammarBackend, Matcher
+from treeline_runtime.sampling import MAX_DRAFT
 
 
 class GrammarConstraint:
@@ -35,8 +37,10 @@ class GrammarConstraint:
         self._marker = after.encode()
         self._tail = b""
         self._ended = False
+        self._before: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_DRAFT)
+        """The marker and the tail before each of the last tokens up to the marker's."""
         self.reversible = 0
-        """Number of last tokens that can be taken back: the ones that the grammar has accepted."""
+        """Number of last tokens that a jump can take back: the ones that the grammar has accepted."""
 
     @property
     def waits(self) -> bool:
@@ -56,6 +60,7 @@ class GrammarConstraint:
             self._ended = token in self.stop_ids
             self.reversible += 1
         else:
+            self._before.append((self._marker, self._tail))
             self._tail += self._texts[token]
             if self._marker in self._tail:
                 self._marker = self._tail = b""
@@ -63,12 +68,13 @@ class GrammarConstraint:
                 self._tail = self._tail[-len(self._marker) :]
 
     def rollback(self, count: int) -> None:
-        """Shortens the output by `count` tokens, at most `reversible`."""
-        assert count <= self.reversible, f"{count} of {self.reversible} tokens cannot be taken back"
-        if count:
-            self.matcher.rollback(count)
-            self.reversible -= count
+        """Shortens the output by `count` tokens."""
+        if of_grammar := min(count, self.reversible):
+            self.matcher.rollback(of_grammar)
+            self.reversible -= of_grammar
             self._ended = False
+        for _ in range(count - of_grammar):
+            self._marker, self._tail = self._before.pop()
 
     @property
     def gave_up(self) -> str:

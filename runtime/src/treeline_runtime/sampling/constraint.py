@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
 logger = logging.getLogger(__name__)
 
+MAX_DRAFT = 32
+"""The most guessed tokens of a sequence in a step."""
 _IN_FLIGHT = 3
 """Steps with masks in flight: one is filled, one may be copied, one is read."""
 
@@ -26,8 +29,8 @@ class Constraint(Protocol):
     """A request's constraint at its output's position. Only the scheduler's thread uses it.
 
     It gets a token when the request takes it, not when it is sampled. So it never sees tokens sampled for an ended
-    request, and a retracted request keeps its tokens; only a jump (`scheduler.grammars`) that spells the same text in
-    other tokens takes some back.
+    request, and a retracted request keeps its tokens. Tokens are taken back only by a jump (`scheduler.grammars`) that
+    spells the same text otherwise, and where it was asked what would follow guesses.
     """
 
     @property
@@ -46,10 +49,10 @@ class Constraint(Protocol):
 
     @property
     def reversible(self) -> int:
-        """The number of last tokens that can be taken back."""
+        """The number of last tokens that a jump can take back."""
 
     def rollback(self, count: int) -> None:
-        """Shortens the output by so many tokens."""
+        """Shortens the output by so many tokens: reversible ones, or at most MAX_DRAFT."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -69,18 +72,42 @@ class Masks:
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._next = 0
 
-    def fill(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
-        """(constraints, words) int32 for `Ops.forbid`, on the host, and why some failed; their rows are meaningless."""
+    def fill(
+        self, constraints: Sequence[Constraint], drafts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """drafts: for each constraint tokens that it allows, which may follow.
+
+        Returns masks for `Ops.forbid`, (rows, words) int32 on the host: for each constraint a row, and one after each
+        of its draft's tokens; and why rows failed, which are meaningless.
+        """
+        each = [
+            constraint for constraint, draft in zip(constraints, drafts, strict=True) for _ in range(1 + len(draft))
+        ]
+        firsts = [0, *accumulate(1 + len(draft) for draft in drafts)]
         if self._device.type == "cuda":
-            masks = self._buffer(len(constraints))[: len(constraints)].zero_()
+            masks = self._buffer(len(each))[: len(each)].zero_()
         else:
-            masks = torch.zeros(len(constraints), self._words, dtype=torch.int32)
-        rows_of: dict[Filler, list[int]] = {}
-        for i, constraint in enumerate(constraints):
-            rows_of.setdefault(constraint.filler, []).append(i)
-        failed = dict[int, str]()
-        for filler, rows in rows_of.items():
-            failed |= _fill(filler, constraints, masks, rows)
+            masks = torch.zeros(len(each), self._words, dtype=torch.int32)
+        failed, taken = dict[int, str](), [0] * len(constraints)
+        for depth in range(1 + max(map(len, drafts), default=0)):
+            rows_of: dict[Filler, list[int]] = {}
+            for i, (constraint, draft) in enumerate(zip(constraints, drafts, strict=True)):
+                if depth > len(draft):
+                    continue
+                row = firsts[i] + depth
+                try:
+                    if depth and taken[i] == depth - 1:
+                        constraint.accept(draft[taken[i]])
+                        taken[i] = depth
+                except Exception as error:  # all at once it was too much work
+                    failed |= dict.fromkeys(range(row, firsts[i + 1]), f"internal error: {error!r}")
+                if taken[i] == depth:
+                    rows_of.setdefault(constraint.filler, []).append(row)
+            for filler, rows in rows_of.items():
+                failed |= _fill(filler, each, masks, rows)
+        for constraint, count in zip(constraints, taken, strict=True):
+            if count:
+                constraint.rollback(count)
         return masks, failed
 
     def on_device(self, masks: torch.Tensor) -> torch.Tensor:

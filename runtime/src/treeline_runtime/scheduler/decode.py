@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.drafting import MOST_SAMPLED, Speculation
 
 INITIAL_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14
@@ -66,10 +67,11 @@ class DecodeManager:
     """Owns requests whose prompts are computed or launched, in the order of admission. Requests without output tokens
     stay until their result is taken."""
 
-    def __init__(self, cache: CacheManager, step_tokens: int) -> None:
+    def __init__(self, cache: CacheManager, step_tokens: int, speculation: Speculation | None = None) -> None:
         """step_tokens: the most tokens computed at once, besides one for each."""
         self._cache = cache
         self._step_tokens = step_tokens
+        self._speculation = speculation
         self.running: dict[str, Req] = {}
 
     def runnable(self) -> list[Req]:
@@ -81,12 +83,30 @@ class DecodeManager:
         return sum(self._cache.missing_pages(req, end) for req, end in zip(reqs, self._ends(reqs), strict=True))
 
     def next_batch(self, reqs: list[Req]) -> Batch:
-        """One token for each, or all that a jump added; the pages are there."""
+        """One token for each, or all that a jump added, and guesses as far as there is room; the pages for the others
+        are there."""
         ends = self._ends(reqs)
         for req, end in zip(reqs, ends, strict=True):
             self._cache.extend(req, end)
         samples = [end >= len(req.tokens) for req, end in zip(reqs, ends, strict=True)]
+        if self._speculation is not None and self._speculation.pays(reqs):
+            room = min(self._step_tokens, MOST_SAMPLED) - sum(
+                end - req.device_len for req, end in zip(reqs, ends, strict=True)
+            )
+            for i, req in enumerate(reqs):
+                if ends[i] == len(req.tokens) and not req.in_flight:
+                    ends[i] += self._draft(req, self._speculation.draft(req, len(reqs), room))
+                    room -= len(req.draft)
         return Batch(Phase.DECODE, reqs, [req.device_len for req in reqs], ends, samples)
+
+    def _draft(self, req: Req, guesses: list[int]) -> int:
+        """Takes the guesses for which there are pages; returns their number."""
+        known = len(req.tokens)
+        while guesses and self._cache.missing_pages(req, known + len(guesses)) > self._cache.available_pages:
+            guesses.pop()
+        self._cache.extend(req, known + len(guesses))
+        req.draft = guesses
+        return len(guesses)
 
     def _ends(self, reqs: list[Req]) -> list[int]:
         """The end position of each request: one token on, or several that are forced, if the step has room."""

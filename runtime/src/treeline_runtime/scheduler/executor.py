@@ -147,7 +147,7 @@ class Executor:
             return launched
         if len(plan.sampling) < hidden.shape[0]:
             hidden = hidden[upload(np.array(plan.lasts), self._device)]
-        logits, tokens = self._forward.choose(hidden, DecodeInputs.of(plan).on(self._device))
+        logits, tokens = self._forward.choose(hidden, DecodeInputs.of(plan, self._table.scratch_row).on(self._device))
         return self._finish(launched, logits, tokens, kv_finite)
 
     def _hidden(self, plan: StepPlan, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,10 +179,11 @@ class Executor:
         return again * self._token_bytes <= _READ_AGAIN_BYTES
 
     def _replay(self, plan: StepPlan, size: int) -> Launched:
-        launched = Launched(plan)
+        launched, scratch_row = Launched(plan), self._table.scratch_row
         if len(plan.sampling) == len(plan.rows) == plan.num_tokens:
-            return self._finish(launched, *self._graphs.replay(DecodeInputs.of(plan), plan.ends, size))
-        inputs = DecodeInputs.spread(plan, self._table.scratch_row)
+            inputs = DecodeInputs.of(plan, scratch_row)
+            return self._finish(launched, *self._graphs.replay(inputs, plan.ends, size))
+        inputs = DecodeInputs.spread(plan, scratch_row)
         logits, tokens, kv_finite = self._graphs.replay(inputs, [at + 1 for at in inputs.positions], size)
         lasts = upload(np.array(plan.lasts), self._device)
         chosen = Tokens(tokens.ids[lasts], tokens.finite[lasts])
@@ -215,11 +216,11 @@ class Executor:
     def _finish(self, launched: Launched, logits: torch.Tensor, tokens: Tokens, kv_finite: torch.Tensor) -> Launched:
         """Samples undelayed rows that need more than a temperature; without delayed ones, starts copying results."""
         plan = launched.plan
-        step = Step(plan, [(plan.rows[i], plan.ends[i]) for i in plan.sampling], logits, tokens, kv_finite)
+        step = Step(plan, logits, tokens, kv_finite)
         if more := [j for j in plan.rows_sampling if j not in plan.delayed]:
             if self._leads:
                 if any(plan.rows_sampling[j].params.excludes for j in more):
-                    step.allowed = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
+                    step.allowed = torch.ones(len(step.plan.sampling), dtype=torch.bool, device=self._device)
                 self._sample(step, more)
             self._take_first(step, more)
         if plan.delayed:
@@ -238,7 +239,8 @@ class Executor:
     def _keep(self, step: Step, rows: list[int], where: torch.Tensor, ids: torch.Tensor) -> None:
         """Makes these the tokens of rows, in the result and for the next step."""
         step.tokens.ids[where] = ids
-        cells = upload(np.array([step.cells[j] for j in rows]).T, self._device)
+        places = np.array((step.plan.targets(self._table.scratch_row), step.plan.sampled_at))
+        cells = upload(places[:, rows], self._device)
         self._table.token_pool[cells[0], cells[1]] = ids
 
     def follow_delayed(self, launched: Launched) -> None:
@@ -248,10 +250,12 @@ class Executor:
         with as_one(self._group), torch.inference_mode(), self._on_device():
             self._take_first(step, step.plan.delayed)
 
-    def fill_masks(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
-        """Masks for `Choices`; also which constraints failed and why."""
+    def fill_masks(
+        self, constraints: Sequence[Constraint], drafts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """`Masks.fill`, for `Choices`."""
         with torch.inference_mode(), self._on_device():
-            return self._masks.fill(constraints)
+            return self._masks.fill(constraints, drafts)
 
     def sample_delayed(self, launched: Launched, choices: Choices) -> None:
         """Samples the newest step's delayed rows, then starts copying its results. A failure of a row is its result."""
@@ -261,7 +265,7 @@ class Executor:
             self._group.tell(Delayed())
         with as_one(self._group), torch.inference_mode(), self._on_device():
             if step.allowed is None:
-                step.allowed = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
+                step.allowed = torch.ones(len(step.plan.sampling), dtype=torch.bool, device=self._device)
             failed = self._process(step, choices)
             unsampled = choices.failed
             if choices.masks is not None:
@@ -284,7 +288,7 @@ class Executor:
             else:
                 step.processed[j] = logits
         if step.processed:
-            step.sound = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
+            step.sound = torch.ones(len(step.plan.sampling), dtype=torch.bool, device=self._device)
             for j, logits in step.processed.items():
                 step.sound[j] = logits.max().isfinite()  # NaN is a maximum, too
         return failed
@@ -324,8 +328,9 @@ class Executor:
             launched.logprobs = Logprobs(step.logits[where].float(), step.tokens.ids[where], max(wanted.values()))
 
     def _row(self, step: Step, j: int) -> Row:
-        plan, (row, end) = step.plan, step.cells[j]
+        plan = step.plan
         params, stop_ids, prompt_len = msgspec.structs.astuple(plan.rows_sampling[j])
+        row, end = plan.rows[plan.sampling[j]], prompt_len + plan.indices[j]
         history = self._table.token_pool[row, :end] if needs_history(params) else None
         return Row(params, plan.seeds[j], plan.indices[j], stop_ids, prompt_len, history)
 

@@ -48,8 +48,8 @@ class OnDevice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Uploaded in one copy, for tokens after which one is sampled; if the next is known, as after a jump, `targets` is
-    the scratch row."""
+    """Uploaded in one copy, for tokens after which one is sampled; if the next is known or guessed, `targets` is the
+    scratch row."""
 
     rows: list[int]
     positions: list[int]
@@ -58,25 +58,27 @@ class DecodeInputs:
     keys: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, plan: StepPlan) -> DecodeInputs:
-        """The last tokens of sampled sequences."""
+    def of(cls, plan: StepPlan, scratch_row: int) -> DecodeInputs:
+        """The tokens before sampled ones."""
         rows = [plan.rows[i] for i in plan.sampling]
         if any(plan.temperatures):
             keys = row_keys(plan.seeds, plan.indices)
         else:  # no row draws
             keys = np.zeros((len(rows), 2), dtype=np.int32)
-        return cls(rows, [plan.ends[i] - 1 for i in plan.sampling], rows, plan.temperatures, keys)
+        positions = [at - 1 for at in plan.sampled_at]
+        targets = plan.targets(scratch_row) if plan.drafts else rows
+        return cls(rows, positions, targets, plan.temperatures, keys)
 
     @classmethod
     def spread(cls, plan: StepPlan, scratch_row: int) -> DecodeInputs:
         """Makes the inputs of a step in which some sequences have several tokens: a row per token. Only after a sampled
         sequence's last token a token is kept."""
-        those, lasts = cls.of(plan), plan.lasts
+        those, lasts = cls.of(plan, scratch_row), plan.lasts
         rows, positions = plan.cells().tolist()
         targets, temperatures = [scratch_row] * len(rows), [0.0] * len(rows)
         keys = np.zeros((len(rows), 2), dtype=np.int32)
         keys[lasts] = those.keys
-        for at, row, temperature in zip(lasts, those.rows, those.temperatures, strict=True):
+        for at, row, temperature in zip(lasts, those.targets, those.temperatures, strict=True):
             targets[at], temperatures[at] = row, temperature
         return cls(rows, positions, targets, temperatures, keys)
 
@@ -122,9 +124,10 @@ class DeviceTables:
 
     def write(self, plan: StepPlan) -> None:
         """Writes a plan's news, in one copy and one kernel per table."""
-        if plan.tokens.values:
-            where = plan.tokens.cells(self.token_pool.shape[1])
-            _scatter(self.token_pool, where, np.array(plan.tokens.values))
+        for writes in (plan.tokens, plan.guesses) if plan.drafts else (plan.tokens,):
+            if writes.values:
+                where = writes.cells(self.token_pool.shape[1])
+                _scatter(self.token_pool, where, np.array(writes.values))
         if plan.pages.values:
             if 0 in plan.pages.starts:  # rows begin with other pages
                 self._version += 1

@@ -23,7 +23,7 @@ from treeline_runtime.core import Req
 from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.grammar.compiler import GrammarBudgetError, GrammarBusyError, GrammarCompiler
 from treeline_runtime.grammar.constraint import GrammarConstraint
-from treeline_runtime.grammar.jump_forward import JumpForward, jump_forward
+from treeline_runtime.grammar.jump_forward import Jump, JumpForward, jump_forward
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelConfig
@@ -39,13 +39,13 @@ class Grammars:
     """Owns the requests that wait here. They hold no memory of the engine."""
 
     def __init__(
-        self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None], *, jumps: bool, used: bool = True
+        self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None], *, used: bool = True
     ) -> None:
-        """wake: called by other threads when `take_ready` has something. jumps: whether forced text is not sampled.
-        used: whether outputs are text. Raises ConfigError."""
+        """wake: called by other threads when `take_ready` has something. used: whether outputs are text. Raises
+        ConfigError."""
         self._warms = used and model.vocab_size > _SMALL_VOCABULARY
         self.jump_forward: JumpForward | None = None
-        """Set once the first grammar is compiled; None if outputs do not jump."""
+        """Set once the first grammar is compiled; None if outputs neither jump nor are guessed."""
 
         def bundle() -> TokenizerBundle:
             return TokenizerBundle.from_dir(Path(config.model))
@@ -57,7 +57,8 @@ class Grammars:
                 raise GrammarError(f"this server does not support grammars: {error}") from None
 
         def prepare(vocabulary: Vocabulary) -> None:
-            self.jump_forward = jump_forward(bundle(), vocabulary) if jumps else None
+            needed = config.jump_forward or config.most_guesses
+            self.jump_forward = jump_forward(bundle(), vocabulary) if needed else None
 
         self._compiler = GrammarCompiler(vocabulary, on_done=wake, prepare=prepare)
         self.waiting: dict[str, tuple[Req, Future[Compiled]]] = {}
@@ -156,29 +157,34 @@ MOST_SECONDS = 0.02
 
 
 class Jumps:
-    """Decides on jumps and applies them."""
+    """Looks for forced text, decides on jumps and applies them."""
 
     def __init__(
-        self, forward: Callable[[], JumpForward | None], table: TableManager, stats: SchedulerStats, least_gain: int
+        self,
+        forward: Callable[[], JumpForward | None],
+        table: TableManager,
+        stats: SchedulerStats,
+        least_gain: int | None,
     ) -> None:
-        """forward: None without a tokenizer or jumps. least_gain: in tokens; for fewer, sampling is as fast."""
+        """forward: None without a tokenizer. least_gain: in tokens; for fewer, sampling is as fast. None: no jumps."""
         self._forward = forward
         self._table = table
         self._stats = stats
         self._least_gain = least_gain
 
-    def after(self, req: Req) -> FinishReason | None:
-        """Jumps if enough text is forced. Returns why the output ends with that; None if it does not.
+    def allowed(self, req: Req) -> bool:
+        """Whether its forced text is not sampled. Log probabilities, hidden states, logit processors and excluded
+        tokens concern sampled tokens."""
+        if self._least_gain is None or req.constraint is None:
+            return False
+        return not (req.return_logprob or req.return_hidden_states or req.processor or req.sampling.excludes)
 
-        Requests with log probabilities, hidden states, a logit processor or excluded tokens do not jump: these concern
-        sampled tokens.
-        """
+    def forced(self, req: Req, fixed: int) -> Jump | None:
+        """The tokens of text that is forced now, where the first `fixed` tokens stay. None: there are none, or they are
+        not looked for."""
         forward, constraint = self._forward(), req.constraint
         if forward is None or constraint is None or req.output_len < req.jumps_from:
             return None
-        if req.return_logprob or req.return_hidden_states or req.processor is not None or req.sampling.excludes:
-            return None
-        fixed = max(req.prompt_len, req.tree_len, len(req.tokens) - constraint.reversible)
         began = time.thread_time()
         try:
             forced = constraint.forced()
@@ -190,8 +196,15 @@ class Jumps:
             req.jumps_from = req.max_new_tokens  # all others have waited
         if jump is None:
             req.jumps_from = max(req.jumps_from, req.output_len + len(forced) // CHARS_PER_TOKEN)
+        return jump
+
+    def after(self, req: Req) -> FinishReason | None:
+        """Jumps if enough text is forced. Returns why the output ends with that; None if it does not."""
+        constraint, least = req.constraint, self._least_gain
+        if constraint is None or least is None or not self.allowed(req):
             return None
-        if jump.gain < self._least_gain or not req.stop_ids.isdisjoint(jump.append):
+        jump = self.forced(req, max(req.prompt_len, req.tree_len, len(req.tokens) - constraint.reversible))
+        if jump is None or jump.gain < least or not req.stop_ids.isdisjoint(jump.append):
             return None
         kept = len(req.tokens) - jump.take_back
         append = jump.append

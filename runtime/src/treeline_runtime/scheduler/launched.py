@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,9 @@ class Sampled:
     """One sequence's result of a step."""
 
     tokens: list[int] = field(default_factory=list)
-    """New tokens after the known ones."""
+    """New tokens after the known ones: the right guesses, and the one after them."""
+    wrong: int = 0
+    """Guesses, the last of the sequence's tokens in this step, that do not count."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log probabilities of these tokens, with `top_logprobs`, if requested."""
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
@@ -33,7 +36,7 @@ class Sampled:
     pooled: Vector | None = None
     """The step's contribution to its vector."""
     hidden_states: npt.NDArray[np.float32] | None = None
-    """(tokens of the sequence in this step, hidden), if requested."""
+    """(tokens of the sequence in this step but for wrong guesses, hidden), if requested."""
     failed: str | None = None
 
 
@@ -63,8 +66,6 @@ class Step:
     """The results of a launch on the device, for sampling. The next launch may overwrite them."""
 
     plan: StepPlan
-    cells: list[tuple[int, int]]
-    """Row and position of each sampled token."""
     logits: torch.Tensor
     """(rows that sample, vocabulary), the model's own."""
     tokens: Tokens
@@ -140,9 +141,8 @@ class Launched:
         if sampled:
             self._take_tokens(results, *(copy.tolist() for copy in sampled))
         if not kv_finite.all():
-            of_each = np.logical_and.reduceat(kv_finite, self.plan.bounds[:-1])
-            for result, is_finite in zip(results, of_each, strict=True):
-                if not is_finite:
+            for result, (start, end) in zip(results, pairwise(self.plan.bounds), strict=True):
+                if not kv_finite[start : end - result.wrong].all():
                     result.failed = NOT_FINITE
         self._take_logprobs(results)
         for i, vector, is_finite in self.pooled.get() if self.pooled is not None else ():
@@ -150,7 +150,8 @@ class Launched:
             if not is_finite:
                 results[i].failed = NOT_FINITE
         for i, copy in self.hidden_states:
-            results[i].hidden_states = copy.get()[0].numpy().copy()  # the step's whole tensor need not stay
+            rows = copy.get()[0].numpy()[: self.plan.q_lens[i] - results[i].wrong]
+            results[i].hidden_states = rows.copy()  # the step's whole tensor need not stay
         return results
 
     def _take_tokens(
@@ -161,16 +162,30 @@ class Launched:
         allowed: list[bool] | None = None,
         sound: list[bool] | None = None,
     ) -> None:
-        for j, (i, token) in enumerate(zip(self.plan.sampling, tokens, strict=True)):
-            results[i].tokens.append(token)
+        plan = self.plan
+        positions = plan.sampled_at if plan.drafts else []
+        for j, (i, token) in enumerate(zip(plan.sampling, tokens, strict=True)):
+            taken, failed = results[i].tokens, None
             if not finite[j]:
-                results[i].failed = NOT_FINITE
+                failed = NOT_FINITE
             elif j in self.unsampled:
-                results[i].failed = self.unsampled[j]
+                failed = self.unsampled[j]
             elif sound is not None and not sound[j]:
-                results[i].failed = NOTHING_SOUND.format(self.processors[j])
+                failed = NOTHING_SOUND.format(self.processors[j])
             elif allowed is not None and not allowed[j]:
-                results[i].failed = NOTHING_ALLOWED
+                failed = NOTHING_ALLOWED
+            if draft := plan.drafts.get(i):
+                guesses = positions[j] - plan.ends[i] + len(draft)
+                if results[i].failed is not None or len(taken) != guesses or taken != draft[:guesses]:
+                    continue  # one of the guesses before it is wrong
+                if guesses < plan.right.get(i, 0):
+                    token = draft[guesses]
+                if failed is not None and guesses:
+                    continue  # after right guesses; the next step fails before any
+            taken.append(token)
+            results[i].failed = failed
+        for i, draft in plan.drafts.items():
+            results[i].wrong = len(draft) + 1 - len(results[i].tokens)
 
     def _take_logprobs(self, results: list[Sampled]) -> None:
         for i, logprobs in self.input_logprobs:
@@ -182,5 +197,6 @@ class Launched:
         if self.logprobs is not None:
             for (j, num_top), chosen_one, tops in zip(self.plan.logprobs.items(), *self.logprobs.get(), strict=True):
                 result = results[self.plan.sampling[j]]
-                result.logprobs.append(chosen_one)
-                result.top_logprobs.append(tops[:num_top])
+                if len(result.logprobs) < len(result.tokens):
+                    result.logprobs.append(chosen_one)
+                    result.top_logprobs.append(tops[:num_top])

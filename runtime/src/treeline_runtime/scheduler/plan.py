@@ -6,6 +6,7 @@ Sequences are numbered by their order in the step; sampled ones also among thems
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -63,6 +64,11 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     tokens: Writes = Writes()
     """Written to the token table before the step, as `pages` to the page table; not what was sampled there."""
     pages: Writes = Writes()
+    drafts: dict[int, list[int]] = {}
+    """Sequence → its last tokens, where these are guesses. Written to the token table, too. A token is sampled after
+    each of them and before the first, so the sequence is in `sampling` once more than it has guesses."""
+    right: dict[int, int] = {}
+    """Sequence → how many of its guesses are taken for right, whatever is sampled; for measurements of speed."""
     sampling: list[int] = []
     """Sequences with a sampled token after their end; for these, in order:"""
     temperatures: list[float] = []
@@ -111,6 +117,34 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
         return list(pairwise(sorted(set(cuts))))
 
     @property
+    def sampled_at(self) -> list[int]:
+        """The position of each sampled token."""
+        if not self.drafts:
+            return [self.ends[i] for i in self.sampling]
+        found, seen = [], Counter[int]()
+        for i in self.sampling:
+            found.append(self.ends[i] - len(self.drafts.get(i, ())) + seen[i])
+            seen[i] += 1
+        return found
+
+    @property
     def lasts(self) -> list[int]:
-        """The index of each sampled sequence's last token among all tokens of the step."""
-        return [self.bounds[i + 1] - 1 for i in self.sampling]
+        """The index among all tokens of the step of the one before each sampled token."""
+        at = zip(self.sampling, self.sampled_at, strict=True)
+        return [self.bounds[i] + position - self.starts[i] - 1 for i, position in at]
+
+    def targets(self, scratch_row: int) -> list[int]:
+        """The row for each sampled token; where a guess follows instead, the scratch row."""
+        at = zip(self.sampling, self.sampled_at, strict=True)
+        return [self.rows[i] if position == self.ends[i] else scratch_row for i, position in at]
+
+    @property
+    def guesses(self) -> Writes:
+        """`drafts`, for the token table."""
+        drafts = self.drafts.items()
+        return Writes(
+            [self.rows[i] for i, _ in drafts],
+            [self.ends[i] - len(draft) for i, draft in drafts],
+            [len(draft) for _, draft in drafts],
+            [token for _, draft in drafts for token in draft],
+        )

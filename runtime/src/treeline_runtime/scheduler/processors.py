@@ -114,7 +114,8 @@ def _check_signature(factory: Any, attribute: str) -> None:
 
 
 def choices_of(
-    batch: Batch, fill_masks: Callable[[Sequence[Constraint]], tuple[torch.Tensor, dict[int, str]]]
+    batch: Batch,
+    fill_masks: Callable[[Sequence[Constraint], Sequence[Sequence[int]]], tuple[torch.Tensor, dict[int, str]]],
 ) -> Choices:
     """The choices for a batch, given what each request has sampled by now. Ended requests choose nothing."""
     live = [(j, req) for j, i in enumerate(batch.sampling) if (req := batch.reqs[i]).finish is None]
@@ -124,9 +125,10 @@ def choices_of(
         if req.processor is not None
     }
     # a request that has jumped since does not use its sampled token
-    bound = [(j, req.constraint) for j, req in live if req.constraint is not None and req.overtaken < 0]
+    bound = [(j, req) for j, req in live if req.constraint is not None and req.overtaken < 0]
     if not bound:
         return Choices([], None, {}, processors)
-    masks, failed = fill_masks([constraint for _, constraint in bound])
+    drafts = {req.constraint: req.draft for _, req in bound if req.constraint is not None}
+    masks, failed = fill_masks(list(drafts), list(drafts.values()))
     masked = [j for j, _ in bound]
     return Choices(masked, masks, {masked[i]: why for i, why in failed.items()}, processors)

@@ -47,6 +47,9 @@ class SchedulerStats:
         self.total_forced_tokens = 0
         self.prefill_tokens_per_s = 0.0
         self._untold = 0.0  # in usual steps
+        self.total_drafts = 0
+        self.total_draft_tokens = 0
+        self.accepted_per_position: list[int] = []
         self._tokens = 0.0  # sums over steps: tokens,
         self._squares = 0.0  # tokens × tokens,
         self._busy = 0.0  # tokens × seconds
@@ -74,11 +77,32 @@ class SchedulerStats:
         self.total_jumps += 1
         self.total_forced_tokens += tokens
 
+    def on_draft(self, guesses: int, right: int) -> None:
+        """A step verified so many guesses of a request; the first `right` were."""
+        self.total_drafts += 1
+        self.total_draft_tokens += guesses
+        more = [0] * (right - len(self.accepted_per_position))
+        self.accepted_per_position = [n + (i < right) for i, n in enumerate(self.accepted_per_position + more)]
+
     def on_decode(self, seconds: float) -> None:
         if not self._decoded:
             self._decoded = True
             return
         self._decode = FORGET * self._decode + (1 - FORGET) * seconds if self._decode else seconds
+
+    def load_fields(self) -> dict[str, Any]:
+        """What LoadUpdate has of it."""
+        return {
+            "total_prefill_uncached_tokens": self.total_prefill_tokens,
+            "total_prefill_busy_us": self.total_prefill_busy_us,
+            "total_jumps": self.total_jumps,
+            "total_forced_tokens": self.total_forced_tokens,
+            "total_drafts": self.total_drafts,
+            "total_draft_tokens": self.total_draft_tokens,
+            "accepted_per_position": self.accepted_per_position,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "decode_step_ms": self.decode_step_ms,
+        }
 
     @property
     def decode_step_ms(self) -> float:
@@ -186,6 +210,7 @@ def token_out(req: Req, result: Sampled | None) -> TokenOut:
         cached_tokens=max(req.cached_tokens, 0),
         completion_tokens=req.output_len,
         retractions=req.retractions,
+        speculated=None if req.drafting is None else req.drafting.counts,
         queued_s=queued_s,
         vector=req.vector,
     )

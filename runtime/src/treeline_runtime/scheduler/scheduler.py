@@ -44,6 +44,7 @@ from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.audit import CacheAudits, limit_for
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, NewTokenRatio, retraction_order
+from treeline_runtime.scheduler.drafting import speculation
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.grammars import Grammars, Jumps
 from treeline_runtime.scheduler.launched import Launched, Sampled
@@ -81,22 +82,24 @@ class Scheduler:
         self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
-        self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
+        self.stats = SchedulerStats()
+        # with a launch under way, the first forced token is as late as if it were sampled
+        least_gain = 1 + limits.overlap_depth if config.jump_forward else None
+        self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
+        overlaps = limits.overlap_depth > 0
+        self._speculation = speculation(config, self.stats, self._jumps, overlaps=overlaps)
+        self.decode = DecodeManager(self.cache, limits.chunked_prefill_size, self._speculation)
         self.residence = Residence(config, limits, model, group, peers)
         chunk, limit = limits.chunked_prefill_size, limit_for(config, model.config, limits)
         self.audits = CacheAudits(config, limit, chunk, self.cache, self._compute)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
-        self.stats = SchedulerStats()
         self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, self.stats, transport.wake, clock)
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
-        self.grammars = Grammars(config, model.config, transport.wake, jumps=config.jump_forward, used=not pooling)
-        # with a launch under way, the first forced token is as late as if it were sampled
-        least_gain = 1 + limits.overlap_depth
-        self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
+        self.grammars = Grammars(config, model.config, transport.wake, used=not pooling)
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
@@ -154,6 +157,9 @@ class Scheduler:
             self._finish(req, finish)
         if self.audits.req is not None and not self.is_idle:
             self.audits.pause()
+        waited = self._speculation is not None and self._speculation.waits(self.decode.runnable())
+        if waited:
+            self._process_all_but(0)
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
@@ -162,7 +168,7 @@ class Scheduler:
         is_called = batch is None and self._peers is not None and self._peers.is_called
         if is_called:
             self.executor.idle()
-        worked = bool(messages or copied or ready or self._pending or self.reporter.has_tokens or is_called)
+        worked = bool(messages or copied or ready or waited or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
@@ -228,7 +234,7 @@ class Scheduler:
         for req, end, samples in zip(batch.reqs, batch.ends, batch.samples, strict=True):
             req.in_flight += 1
             req.device_len = end
-            req.launched_tokens += samples
+            req.launched_tokens += samples and 1 + len(req.draft)
             if samples or end == len(req.tokens):
                 self.decode.running[req.rid] = req
 
@@ -290,6 +296,7 @@ class Scheduler:
         if req.overtaken >= 0:
             req.kv_len, req.overtaken = min(end, req.overtaken), -1
             return
+        end -= result.wrong
         req.kv_len = end
         if result.hidden_states is not None:
             req.take_hidden(result.hidden_states, end)
@@ -311,11 +318,14 @@ class Scheduler:
         if self.config.cache_audit:
             self.audits.take(req, end, result)
         finish = req.take_tokens(result.tokens)
-        if len(req.tokens) != end + 1:
+        if result.wrong or len(req.tokens) != end + 1:
             # tokens that were not accepted are computed again; accepted ones beyond `end` are computed like a jump
             req.roll_back(min(end, len(req.tokens) - 1))
             self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
-        if (finish := finish or self._jumps.after(req)) is not None:
+        finish = finish or self._jumps.after(req)
+        if self._speculation is not None:
+            self._speculation.learn(req, result.tokens)
+        if finish is not None:
             self._finish(req, finish, result)
         else:
             self.reporter.tell(token_out(req, result))
@@ -455,7 +465,7 @@ class Scheduler:
         return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
-        cache, stats, tiers = self.cache, self.stats, self.cache.tiers
+        cache, tiers = self.cache, self.cache.tiers
         pages_used = cache.used_pages - self.audits.held_pages
         return LoadUpdate(
             running=len(self.decode.running) + (self.prefill.chunked is not None),
@@ -466,16 +476,11 @@ class Scheduler:
             pages_total=cache.pool.num_pages,
             page_size=cache.page_size,
             tokens_used=pages_used * cache.page_size,
-            total_prefill_uncached_tokens=stats.total_prefill_tokens,
-            total_prefill_busy_us=stats.total_prefill_busy_us,
-            total_jumps=stats.total_jumps,
-            total_forced_tokens=stats.total_forced_tokens,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            decode_step_ms=stats.decode_step_ms,
             draining=self.draining,
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
+            **self.stats.load_fields(),
             **({} if tiers is None else tiers.load_fields()),
         )
 

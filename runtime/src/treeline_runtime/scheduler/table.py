@@ -88,12 +88,20 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> Step
     """pools: the model makes vectors."""
     reqs, starts, ends = batch.reqs, batch.starts, batch.ends
     sampling = batch.sampling
-    those = [(reqs[i], ends[i]) for i in sampling]
+    those = [
+        (reqs[i], end)
+        for i, samples in enumerate(batch.samples)
+        if samples
+        for end in range(ends[i] - len(reqs[i].draft), ends[i] + 1)
+    ]
     temperatures = [0.0] * len(those)
     extra: dict[str, Any] = {}
     rows_sampling: dict[int, RowSampling] = {}
+    drafts: dict[int, list[int]] = {}
     for j, (req, _) in enumerate(those):
         params = req.sampling
+        if req.draft:
+            drafts[sampling[j]] = req.draft
         if req.delays or needs_more(params):
             # a grammar knows itself where an output may end
             stop_ids = req.stop_ids if params.grammar is None else frozenset[int]()
@@ -103,6 +111,9 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> Step
     if rows_sampling:
         extra["rows_sampling"] = rows_sampling
         extra["delayed"] = [j for j in rows_sampling if those[j][0].delays]
+    if drafts:
+        extra["drafts"] = drafts
+        extra["right"] = {i: state.right for i in drafts if (state := reqs[i].drafting) is not None and state.right}
     logprobs = {j: req.top_logprobs_num for j, (req, _) in enumerate(those) if req.return_logprob}
     if batch.phase is Phase.PREFILL:
         extra["input_logprobs"] = [

@@ -32,7 +32,11 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    reasoning_tokens: int
+    """Reasoning only if the model thinks and its end is a token; predictions only if the server guessed some."""
+
+    reasoning_tokens: int | Maybe = UNSET
+    accepted_prediction_tokens: int | Maybe = UNSET
+    rejected_prediction_tokens: int | Maybe = UNSET
 
 
 class Usage(Struct):
@@ -41,7 +45,6 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | Maybe = UNSET
     completion_tokens_details: CompletionTokensDetails | Maybe = UNSET
-    """Only if the model thinks and the end of its reasoning is a token."""
 
 
 class TokenLogprob(Struct):
@@ -200,6 +203,10 @@ class MetaInfo(Struct):
     weight_version: str
     num_retractions: int
     e2e_latency: float
+    spec_verify_ct: int | Maybe = UNSET
+    """Steps that verified guesses. This and the next ones only if there were some."""
+    spec_draft_token_num: int | Maybe = UNSET
+    spec_accept_token_num: int | Maybe = UNSET
     input_token_logprobs: list[Any] | Maybe = UNSET
     output_token_logprobs: list[Any] | Maybe = UNSET
     input_top_logprobs: list[Any] | Maybe = UNSET

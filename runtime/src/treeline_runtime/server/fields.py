@@ -47,7 +47,7 @@ HARMLESS: Mapping[str, str] = {
     "length_penalty": "there is no beam search",
     "prediction": "a predicted answer, which would only save time",
     "return_flat_raw_top_logprobs_b64": "a format of log probabilities that were not requested",
-    "return_spec_tokens_details": "there is no speculative decoding",
+    "return_spec_tokens_details": "the usage has accepted and rejected predictions",
     "return_token_offsets": "used only by vLLM's paths that render prompts",
     "routed_experts_prompt_start": "experts are not reported",
     "routed_experts_start_len": "experts are not reported",

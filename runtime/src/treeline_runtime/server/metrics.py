@@ -49,17 +49,48 @@ _LOADS: tuple[tuple[str, str, Callable[[LoadUpdate], float]], ...] = (
     ("decode_step_seconds", "Seconds that a decode step takes, as measured.", lambda load: load.decode_step_ms / 1000),
 )
 """The load of a data-parallel rank: with the label `dp_rank` where there are several."""
+_TOTALS: tuple[tuple[str, str, Callable[[LoadUpdate], int]], ...] = (
+    (
+        "num_jumps_total",
+        "Times that a grammar allowed only one continuation, which was then not sampled.",
+        lambda load: load.total_jumps,
+    ),
+    (
+        "forced_tokens_total",
+        "Output tokens that were not sampled because the grammar allowed no other.",
+        lambda load: load.total_forced_tokens,
+    ),
+    (
+        "spec_decode_num_drafts_total",
+        "Times that a step verified guesses of a request.",
+        lambda load: load.total_drafts,
+    ),
+    ("spec_decode_num_draft_tokens_total", "Tokens that were guessed.", lambda load: load.total_draft_tokens),
+    (
+        "spec_decode_num_accepted_tokens_total",
+        "Guessed tokens that were right.",
+        lambda load: sum(load.accepted_per_position),
+    ),
+)
 _AUDITS = {
     "audited": ("cache_audits_total", "Requests with cached tokens that were computed again without the cache."),
     "diverged": ("cache_audit_divergence_total", "Audits in which the cache had changed the answer."),
     "dropped": ("cache_audits_dropped_total", "Audits given up: too many waited, or something came between."),
 }
 """By member of AuditCounts."""
+_ACCEPTED = (
+    Counter,
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "Guessed tokens that were right, by their place among the guesses, from 0.",
+    "position",
+)
 _GAUGES = (
     ("page_size", "Tokens in a page of the KV cache."),
     ("context_len", "Tokens that a prompt and its output may have together."),
     ("draining", "1 while the server drains: it finishes what it has and takes nothing new."),
     ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
+    ("spec_accept_length", "Tokens that a step with guesses gives a request, on average since the start."),
+    ("spec_accept_rate", "Share of guessed tokens that were right, since the start."),
     ("http_requests_active", "HTTP requests that have no complete response yet."),
 )
 
@@ -102,12 +133,8 @@ class Metrics:
         )
         self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens taken from the prefix cache.")
         self.generation_tokens = self._counter("generation_tokens_total", "Output tokens.")
-        self.jumps = self._counter(
-            "num_jumps_total", "Times that a grammar allowed only one continuation, which was then not sampled."
-        )
-        self.forced_tokens = self._counter(
-            "forced_tokens_total", "Output tokens that were not sampled because the grammar allowed no other."
-        )
+        self._totals = [self._counter(name, text) for name, text, _ in _TOTALS]
+        self._accepted = self._new(*_ACCEPTED)
         self._audits = {member: self._new(Counter, name, text, "source") for member, (name, text) in _AUDITS.items()}
         self._off = self._new(Gauge, "cache_source_off", _OFF, "source")
         self._last_loads = [LoadUpdate()] * ranks
@@ -152,8 +179,10 @@ class Metrics:
         for name, _, value in _LOADS:
             self._loads[name][rank].set(value(load))
         last, self._last_loads[rank] = self._last_loads[rank], load
-        self.jumps.inc(load.total_jumps - last.total_jumps)
-        self.forced_tokens.inc(load.total_forced_tokens - last.total_forced_tokens)
+        for counter, (_, _, value) in zip(self._totals, _TOTALS, strict=True):
+            counter.inc(value(load) - value(last))
+        if load.total_drafts != last.total_drafts:
+            self._on_drafts(load, last)
         for source, counts in load.audits.items():
             labels, before = {**self._labels, "source": source}, last.audits.get(source, AuditCounts())
             for member, counter in self._audits.items():
@@ -166,6 +195,14 @@ class Metrics:
                     metric.labels(*self._labels.values(), label).inc(value - past.get(label, 0))
             sent = load.tiers.total_sent_tokens - getattr(last.tiers, "total_sent_tokens", 0)
             self._sent.labels(**self._labels).inc(sent)
+
+    def _on_drafts(self, load: LoadUpdate, last: LoadUpdate) -> None:
+        for i, count in enumerate(load.accepted_per_position):
+            before = last.accepted_per_position[i : i + 1]
+            self._accepted.labels(*self._labels.values(), str(i)).inc(count - sum(before))
+        right = sum(sum(of.accepted_per_position) for of in self._last_loads)
+        self.set("spec_accept_length", 1 + right / sum(of.total_drafts for of in self._last_loads))
+        self.set("spec_accept_rate", right / sum(of.total_draft_tokens for of in self._last_loads))
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

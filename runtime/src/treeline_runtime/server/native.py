@@ -130,6 +130,9 @@ class _Answers(AnswerMaker):
             num_retractions=out.retractions,
             e2e_latency=time.monotonic() - self._came_at,
         )
+        if (spec := out.speculated) is not None:
+            meta.spec_verify_ct, meta.spec_draft_token_num = spec.steps, spec.guesses
+            meta.spec_accept_token_num = spec.right
         head = {"text": so_far.text} | ({"index": index} if self._several and self._task.stream else {})
         pieces = [open_object(head, "output_ids"), b"[", bytes(so_far.ids), b'],"meta_info":']
         pieces.append(encode_json(meta)[:-1])

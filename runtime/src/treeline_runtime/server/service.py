@@ -378,12 +378,16 @@ def usage(job: Generations, outs: Mapping[int, TextOut], reasoning_tokens: int |
     completion_tokens = sum(out.completion_tokens for out in outs.values())
     prompt_tokens = job.prompt_tokens
     cached_tokens = sum(out.cached_tokens for index, out in outs.items() if index % job.n == 0)
+    details = answers.CompletionTokensDetails(UNSET if reasoning_tokens is None else reasoning_tokens)
+    if guessed := [out.speculated for out in outs.values() if out.speculated is not None]:
+        details.accepted_prediction_tokens = sum(one.right for one in guessed)
+        details.rejected_prediction_tokens = sum(one.guesses - one.right for one in guessed)
     return answers.Usage(
         prompt_tokens,
         completion_tokens,
         prompt_tokens + completion_tokens,
         UNSET if job.hides_cache else answers.PromptTokensDetails(cached_tokens),
-        UNSET if reasoning_tokens is None else answers.CompletionTokensDetails(reasoning_tokens),
+        details if guessed or reasoning_tokens is not None else UNSET,
     )
 
 

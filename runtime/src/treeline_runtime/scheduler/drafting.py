@@ -1,0 +1,213 @@
+"""Speculative decoding: whose next tokens are guessed, and how many.
+
+A `Drafter` guesses tokens of one request. A step computes them together with the last known token, and samples a token
+before and after each guess, with the parameters, random numbers, masks and penalties that decoding one by one would
+use there. Sampled tokens count up to the first that is not the guess after it (`Launched`), so the output is the same
+as without guesses. Rejected ones leave keys and values that the next step overwrites.
+
+Guesses can only follow known tokens: before a step with guesses, all results are waited for (`waits`), if the guesses
+are worth it. Without, launches overlap as always.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.core import Req
+from treeline_runtime.messages import Speculated
+from treeline_runtime.scheduler.grammars import Jumps
+from treeline_runtime.scheduler.ngrams import Ngrams
+from treeline_runtime.scheduler.reports import SchedulerStats
+
+DEPTHS: tuple[tuple[int, tuple[tuple[float, int], ...]], ...] = (
+    (1, ((0.2, 1), (0.4, 3), (0.6, 5), (0.75, 7))),
+    (8, ((0.4, 1), (0.6, 3), (0.8, 5))),
+    (32, ((0.6, 1), (0.75, 3))),
+    (96, ()),
+)
+"""From a number of decoding requests on: from a share of right guesses on, the number of guesses. Where many decode, a
+token more takes time, which only good guesses are worth."""
+SLACK = 0.1
+"""A depth is kept until the share is so much lower than what it needs."""
+WAIT = 0.15
+"""Right guesses to expect for each request, on average, before a step waits for results: its planning then takes about
+so much of a step's time, in which the device computes nothing."""
+FIRST_SHARE = 0.5
+"""The share of right guesses that a request begins with."""
+FORGET = 0.9
+"""Weight of the past in that share, for each guess."""
+MOST_SAMPLED = 256
+"""Sequences and guesses of a step with guesses, at most: its logits need memory, and a graph this size."""
+
+
+class Drafter(Protocol):
+    """Guesses the tokens of one request. Knows nothing else."""
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """The next tokens, at most so many. tokens: all known ones; rarely, the last have changed since the last call,
+        else they have only become more."""
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A request's drafter, and how it has done."""
+
+    drafter: Drafter
+    share: float = FIRST_SHARE
+    """Of its guesses that were right, lately; also of those that were not verified."""
+    depth: int = 0
+    expected: int | None = None
+    """Its guess of the next token; None: it has none."""
+    right: int = 0
+    """Of the draft, as many are taken for right whatever is sampled. Only where acceptance is simulated."""
+    counts: Speculated | None = None
+
+
+def depth_for(batch: int, share: float, before: int) -> int:
+    """The number of guesses for a request of which this share was right, where `before` was the last number."""
+    steps = next(steps for least, steps in reversed(DEPTHS) if batch >= least)
+    deepest = max((depth for needs, depth in steps if share >= needs), default=0)
+    kept = max((depth for needs, depth in steps if share >= needs - SLACK), default=0)
+    return max(deepest, min(before, kept))
+
+
+class Speculation:
+    """Gives requests their drafts, and learns what became of them."""
+
+    def __init__(
+        self,
+        new_drafter: Callable[[], Drafter],
+        most: int,
+        stats: SchedulerStats,
+        jumps: Jumps,
+        *,
+        overlaps: bool,
+    ) -> None:
+        """most: guesses for a request in a step. overlaps: whether launches do, unless results are waited for."""
+        self._new_drafter = new_drafter
+        self._most = most
+        self._stats = stats
+        self._jumps = jumps
+        self._overlaps = overlaps
+
+    def waits(self, reqs: Sequence[Req]) -> bool:
+        """Whether the next step of these requests is planned only when all results are known."""
+        flying = [req for req in reqs if req.in_flight]
+        return any(req.draft for req in flying) or (bool(flying) and self.pays(reqs))
+
+    def pays(self, reqs: Sequence[Req]) -> bool:
+        """Whether a step of these requests should have guesses."""
+        known = ((self._depth(req, len(reqs)), req.drafting) for req in reqs)
+        right = sum(depth * state.share for depth, state in known if state is not None)
+        return right > (WAIT * len(reqs) if self._overlaps else 0)
+
+    def draft(self, req: Req, batch: int, room: int) -> list[int]:
+        """The guesses for a request whose tokens are all known, among `batch` decoding ones; at most `room`. None of
+        them ends the output."""
+        most = min(self._depth(req, batch), room, req.max_new_tokens - req.output_len - 1)
+        if most <= 0 or req.drafting is None:
+            return []
+        found: list[int] = []
+        for token in self._guess(req, req.drafting, most):
+            if token in req.stop_ids:
+                break
+            found.append(token)
+        return found if req.constraint is None else found[: self._allowed(req, found)]
+
+    def learn(self, req: Req, taken: Sequence[int]) -> None:
+        """taken: new tokens that a step gave it."""
+        if req.processor is not None:
+            return  # it is called once per token, with state: nothing to guess
+        state = req.drafting
+        if state is None:
+            state = req.drafting = Drafting(self._new_drafter())
+        elif req.draft:
+            right, wrong = max(len(taken) - 1, 0), len(taken) <= len(req.draft)
+            self._stats.on_draft(len(req.draft), right)
+            before = state.counts or Speculated()
+            state.counts = Speculated(before.steps + 1, before.guesses + len(req.draft), before.right + right)
+            for was_right in [True] * right + [False] * wrong:
+                _count(state, was_right)
+        elif state.expected is not None and taken:
+            _count(state, self._is_right(state.expected, taken[0]))
+        req.draft = []
+        state.expected = next(iter(self._guess(req, state, 1)), None)
+
+    def _guess(self, req: Req, state: Drafting, most: int) -> list[int]:
+        """The tokens of text that its grammar forces, if it does not jump there anyway; else what its drafter says."""
+        if not self._jumps.allowed(req) and (forced := self._jumps.forced(req, len(req.tokens))) is not None:
+            return forced.append[:most]
+        return state.drafter.guess(req.tokens, most)
+
+    def _allowed(self, req: Req, draft: Sequence[int]) -> int:
+        """The number of first tokens that its constraint allows, up to one that ends the output or lets it jump, as it
+        would without guesses."""
+        constraint, jumps = req.constraint, self._jumps.allowed(req)
+        assert constraint is not None
+        taken = count = 0
+        for token in draft:
+            try:
+                constraint.accept(token)
+                taken += 1
+                if constraint.finished or (jumps and req.output_len + taken >= req.jumps_from and constraint.forced()):
+                    break
+            except Exception:
+                break
+            count += 1
+        constraint.rollback(taken)
+        return count
+
+    def _depth(self, req: Req, batch: int) -> int:
+        state = req.drafting
+        if state is None or state.expected is None:
+            return 0
+        state.depth = depth_for(batch, state.share, state.depth)
+        return min(state.depth, self._most)
+
+    def _is_right(self, guess: int, token: int) -> bool:
+        return guess == token
+
+
+class Simulated(Speculation):
+    """Takes guesses for right at a fixed rate, whatever they are: the speed of a drafter that is not there. The
+    outputs are nonsense."""
+
+    def __init__(self, rate: float, most: int, stats: SchedulerStats, jumps: Jumps, *, overlaps: bool) -> None:
+        super().__init__(_Repeated, most, stats, jumps, overlaps=overlaps)
+        self._rate = rate
+        self._chance = random.Random(0)
+
+    def draft(self, req: Req, batch: int, room: int) -> list[int]:
+        if req.constraint is not None:
+            return []
+        found = super().draft(req, batch, room)
+        if req.drafting is not None:
+            right = 0
+            while right < len(found) and self._is_right(0, 0):
+                right += 1
+            req.drafting.right = right
+        return found
+
+    def _is_right(self, guess: int, token: int) -> bool:
+        return self._chance.random() < self._rate
+
+
+class _Repeated:
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        return [tokens[-1]] * most
+
+
+def _count(state: Drafting, was_right: bool) -> None:
+    state.share = FORGET * state.share + (1 - FORGET) * was_right
+
+
+def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps, *, overlaps: bool) -> Speculation | None:
+    """None: each step samples one token."""
+    most = config.most_guesses
+    if config.speculative_simulate_acceptance is not None:
+        return Simulated(config.speculative_simulate_acceptance, most, stats, jumps, overlaps=overlaps)
+    return Speculation(Ngrams, most, stats, jumps, overlaps=overlaps) if most else None
