@@ -124,7 +124,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     input_ids: list[int]
     sampling: SamplingParams
     namespace: str | None = None
-    """Cache namespace (LoRA adapter, salt): different namespaces never share pages."""
+    """Cache namespace (LoRA adapter, salt): different namespaces never share pages. The adapter in it, by its digest,
+    is the one that computes the request."""
     client: str | None = None
     """The client for taking turns; None if the edge has not named one."""
     return_logprob: bool = False
@@ -187,6 +188,21 @@ class UpdateWeightsReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True
 
     id: str
     path: str
+
+
+class LoadAdapterReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Loads a LoRA adapter from a folder below `lora_root`. Answered by Reply, with its `digest` in `data`."""
+
+    id: str
+    name: str
+    path: str
+
+
+class UnloadAdapterReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Forgets the adapter of this name. Answered by Reply; refused while requests use it (`data` says busy)."""
+
+    id: str
+    name: str
 
 
 class StartProfileReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -467,7 +483,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
 
 # ---- encoding --------------------------------------------------------------------------------------------
 
-AdminReq = FlushReq | SleepReq | WakeReq | UpdateWeightsReq | StartProfileReq | StopProfileReq
+AdapterReq = LoadAdapterReq | UnloadAdapterReq
+AdminReq = FlushReq | SleepReq | WakeReq | UpdateWeightsReq | AdapterReq | StartProfileReq | StopProfileReq
 ToScheduler = GenerateReq | AbortReq | HeardReq | StateReq | DrainReq | StopReq | StepRow | AdminReq
 ToDetokenizer = DetokenizeInit | BatchTokenOut | Reply
 ToTokenizer = BatchTextOut | Reply

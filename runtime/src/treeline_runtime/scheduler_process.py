@@ -138,7 +138,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     try:
         config = config_of(spec)
         scheduler = start(config, transport, peers=transport.peers() if config.shares_experts else None)
-        limits = scheduler.limits.as_dict()
+        limits = scheduler.limits.as_dict() | {"adapters": scheduler.adapters.names}
         with ExitStack() as stack:
             if (tiers := scheduler.cache.tiers) is not None:
                 tiers.store.remote = RemotePages(context, open_keys(spec.args)[0])

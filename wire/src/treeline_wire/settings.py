@@ -46,6 +46,8 @@ class Setting:
     given with or without a value."""
     repeated: bool = False
     """A tuple field: the given values, each once, or else the default."""
+    several: bool = False
+    """The same, where one flag takes several values."""
     either: bool = False
     """A bool with a second flag `--no-NAME`."""
     env: str | None = None
@@ -86,7 +88,7 @@ def check(value: Any) -> None:
     choices = _choices_of(kind)
     for name, (_, words) in settings_of(kind).items():
         found = getattr(value, name)
-        for one in found if words.repeated else (found,):
+        for one in found if words.repeated or words.several else (found,):
             if problem := _out_of_bounds(words, one) or _no_choice(choices[name], one):
                 raise ConfigError(f"{name} {problem}")
 
@@ -122,7 +124,7 @@ def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
         dest = _flag(name, words).removeprefix("--").replace("-", "_")
         if dest in given:
             value = getattr(given, dest)
-            found[name] = tuple(dict.fromkeys(value)) or field.default if words.repeated else value
+            found[name] = tuple(dict.fromkeys(value)) or field.default if words.repeated or words.several else value
     return found
 
 
@@ -141,6 +143,8 @@ def _argument(words: Setting, hint: Any, default: Any) -> dict[str, Any]:
         found |= {"nargs": "?", "const": True}
     if words.repeated:
         found |= {"action": "append", "default": []}
+    if words.several:
+        found |= {"action": "extend", "nargs": "+", "default": []}
     return found | {"type": _parser(words, hint), "metavar": words.metavar, "choices": _choices(words, hint)}
 
 

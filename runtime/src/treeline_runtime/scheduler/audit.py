@@ -24,6 +24,7 @@ from hashlib import blake2b
 
 import msgspec
 import torch
+from treeline_wire.namespaces import adapter_of
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
@@ -211,6 +212,7 @@ class CacheAudits:
             stop_ids=frozenset(),
             max_new_tokens=1,
             namespace=audit.namespace,
+            adapter=adapter_of(audit.namespace),
             return_logprob=True,
             top_logprobs_num=TOP,
         )

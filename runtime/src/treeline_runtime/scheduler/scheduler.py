@@ -39,6 +39,7 @@ from treeline_runtime.messages import (
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.scheduler.adapters import Adapters
 from treeline_runtime.scheduler.administration import AWAKE, Administration, Profiler, Residence
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.audit import CacheAudits, limit_for
@@ -109,6 +110,7 @@ class Scheduler:
         self.profiler = Profiler(limits.device)
         parts = self.residence, self.cache, self.audits, self.profiler
         administration = Administration(*parts, is_idle=lambda: self.is_idle, reply=self.reporter.reply)
+        self.adapters = Adapters(config, *parts[:3], self.grammars, self.reporter.reply, transport.wake)
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
@@ -117,6 +119,7 @@ class Scheduler:
             StateReq: self.reporter.ask,
             DrainReq: self._on_drain,
             **administration.handlers,
+            **self.adapters.handlers,
         }
 
     @property
@@ -125,6 +128,7 @@ class Scheduler:
 
     def close(self) -> None:
         self.grammars.close()
+        self.adapters.close()
         if self.cache.tiers is not None:
             self.cache.tiers.close()
         if self._group is not None:
@@ -144,6 +148,7 @@ class Scheduler:
         for message in messages:
             self._handle(message)
         copied = self.cache.tiers is not None and self.cache.tiers.take()
+        loaded = self.adapters.take_ready()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -162,7 +167,7 @@ class Scheduler:
         is_called = batch is None and self._peers is not None and self._peers.is_called
         if is_called:
             self.executor.idle()
-        worked = bool(messages or copied or ready or self._pending or self.reporter.has_tokens or is_called)
+        worked = bool(messages or copied or loaded or ready or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
@@ -233,11 +238,11 @@ class Scheduler:
                 self.decode.running[req.rid] = req
 
     def _compute(self, batch: Batch) -> Launched:
-        plan = plan_of(batch, *self.table.news(), pools=self._pooler is not None)
+        plan = plan_of(batch, *self.cache.news(), pools=self._pooler is not None)
         if self.config.cache_audit:
             plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)
-        self.table.told()  # only now: a failed launch gets the same writes again
+        self.cache.told()  # only now: a failed launch gets the same writes again
         return launched
 
     def _sample_delayed(self) -> None:
@@ -407,7 +412,7 @@ class Scheduler:
         if self.residence.level != AWAKE:
             return FinishReason("error", message="the engine is asleep", status=503)
         req = self._arrivals.new_req(message)
-        return req if isinstance(req, FinishReason) else self._find_place(req) or req
+        return req if isinstance(req, FinishReason) else self.adapters.refused(req) or self._find_place(req) or req
 
     def _find_place(self, req: Req) -> FinishReason | None:
         """Returns a 503 if the queue is full and no request gives way."""
