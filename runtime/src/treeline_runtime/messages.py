@@ -124,8 +124,7 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     input_ids: list[int]
     sampling: SamplingParams
     namespace: str | None = None
-    """Cache namespace (LoRA adapter, salt): different namespaces never share pages. The adapter in it, by its digest,
-    is the one that computes the request."""
+    """Cache namespace (LoRA adapter, salt): different ones never share pages. The digest in it selects the adapter."""
     client: str | None = None
     """The client for taking turns; None if the edge has not named one."""
     return_logprob: bool = False
@@ -183,8 +182,7 @@ class WakeReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
 
 class UpdateWeightsReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Loads the weights of another checkpoint of the same architecture and flushes the cache. Answered by Reply;
-    refused while requests are running or waiting; if it fails, the old weights stay."""
+    """Loads weights of the same architecture and flushes the cache; as FlushReq. If it fails, the old ones stay."""
 
     id: str
     path: str
@@ -470,6 +468,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """By source; {} without audits."""
     tiers: TierLoad | None = None
     """None: the cache is on the device only."""
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of the loaded adapters, by name."""
 
     @property
     def used_share(self) -> float:

@@ -240,6 +240,7 @@ class Server:
         publisher = self._ready.get(self._ranks[0].name("publisher"))
         service.limits = Limits(scheduler["context_length"], scheduler["longest_request"], args.dp_size)
         self._probes.scheduler_info = scheduler
+        self._state.adapters = dict(scheduler["adapters"])
         self._probes.kv_events = None if publisher is None else _kv_events(publisher, args)
         self._pool.start()
         gc.collect()

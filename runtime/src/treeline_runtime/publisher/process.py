@@ -159,6 +159,7 @@ class Publisher:
                 if live is not None:
                     self._events.send_multipart(live, zmq.NOBLOCK)  # PUB never blocks: it drops at the mark
             case LoadUpdate():
+                self._stream.index.names |= {digest: name for name, digest in message.digests.items()}
                 self._load.on_load(message, time.monotonic())
             case DrainReq():
                 self._load.on_draining()

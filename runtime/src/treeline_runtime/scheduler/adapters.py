@@ -46,7 +46,9 @@ class Adapters:
         self._root, self._residence, self._slots = config.lora_root, residence, cache.slots
         self._audits, self._grammars, self._reply, self._wake = audits, grammars, reply, wake
         self.names: dict[str, str] = {}
-        """Name → digest."""
+        """Name → digest; replaced as a whole."""
+        self.pending = 0
+        """Adapters that are being read, or have been and are not answered for."""
         self._reading = ThreadPoolExecutor(1, "treeline adapters")
         self._read: queue.SimpleQueue[tuple[LoadAdapterReq, str, Future[Adapter], float]] = queue.SimpleQueue()
         self.handlers: Mapping[type, Callable[[Any], None]] = {
@@ -75,6 +77,7 @@ class Adapters:
         except (ModelError, Refused) as error:
             self._answer(message, error)
             return
+        self.pending += 1
         future = self._reading.submit(self._residence.read_adapter, folder)
         future.add_done_callback(partial(self._done, message, folder, time.perf_counter()))
 
@@ -88,6 +91,7 @@ class Adapters:
         while not self._read.empty():
             message, folder, future, started = self._read.get()
             found = True
+            self.pending -= 1
             try:
                 adapter = future.result()
                 self._add(message.name, folder, adapter)
@@ -107,7 +111,7 @@ class Adapters:
             raise Refused(f"another adapter is loaded as {name!r}: unload it first")
         if adapter.digest not in self._residence.adapters:
             self._residence.load_adapter((folder, adapter.digest), adapter)
-        self.names[name] = adapter.digest
+        self.names = self.names | {name: adapter.digest}
 
     def refused(self, req: Req) -> FinishReason | None:
         """A 404 for a request whose adapter was unloaded on its way here."""
@@ -129,7 +133,7 @@ class Adapters:
         if not others and self._is_used(digest):
             self._reply(Reply(message.id, ok=False, message="requests use the adapter", data={"busy": True}))
             return
-        del self.names[message.name]
+        self.names = {name: other for name, other in self.names.items() if name != message.name}
         if not others:
             self._slots.drop(digest)
             self._residence.drop_adapter(digest)

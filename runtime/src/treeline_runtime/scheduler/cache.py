@@ -16,7 +16,6 @@ import numpy as np
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
-from treeline_runtime.scheduler.plan import Writes
 from treeline_runtime.scheduler.slots import AdapterSlots
 from treeline_runtime.scheduler.table import TableManager
 
@@ -76,7 +75,8 @@ class CacheManager:
     def admit(self, req: Req, match: Match) -> None:
         """Gives `req` a row and its adapter a slot, locks its match, which must be fresh, and marks the rest of its
         prompt as being filled by it, until that is in the tree or `end_filling`."""
-        req.slot = self.slots.take(req.adapter)
+        if req.adapter is not None:
+            req.slot = self.slots.take(req.adapter)
         req.row = self._table.alloc(req.tokens)
         req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
@@ -159,14 +159,11 @@ class CacheManager:
             else:
                 self.pool.free(pages)
 
-    def news(self) -> tuple[Writes, Writes, dict[int, str]]:
-        """What no launch has got yet: `TableManager.news`, and slots that get an adapter."""
-        return *self._table.news(), self.slots.news()
-
     def told(self) -> None:
-        """Forgets the news: a step with them was launched."""
+        """A step with the news of table and slots was launched."""
         self._table.told()
-        self.slots.told()
+        if self.slots.news:
+            self.slots.told()
 
     # ---- the end ------------------------------------------------------------------------------------------
 
@@ -185,7 +182,8 @@ class CacheManager:
         self.tree.unlock(req.handle)
         req.handle = None
         self._table.free(req.row)
-        self.slots.release(req.adapter)
+        if req.adapter is not None:
+            self.slots.release(req.adapter)
         req.row = req.slot = -1
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
         return freed

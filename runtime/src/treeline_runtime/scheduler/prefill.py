@@ -88,7 +88,8 @@ class PrefillManager:
         req.waiting_since = self._clock()
         req.uncached_tokens = 0
         self._estimate(req)
-        self._cache.slots.wait(req.adapter, req.rid, len(req.tokens))
+        if req.adapter is not None:
+            self._cache.slots.wait(req.adapter, req.rid, len(req.tokens))
         self.waiting[req.rid] = req
         self._estimated_version = -1
 
@@ -99,7 +100,8 @@ class PrefillManager:
         if self.waiting.pop(req.rid, None) is not None:
             self._uncached_waiting -= req.uncached_tokens
             self._estimated_version = -1
-            self._cache.slots.leave(req.adapter, req.rid)
+            if req.adapter is not None:
+                self._cache.slots.leave(req.adapter, req.rid)
             self._order.leave(req)
             if (line := self._replaceable.get(req.client)) is not None:
                 line.leave(req)
@@ -174,7 +176,7 @@ class PrefillManager:
                 break
             if req.awaits_pages(now):
                 continue
-            if not self._cache.slots.admits(req.adapter):
+            if req.adapter is not None and not self._cache.slots.admits(req.adapter):
                 passed += 1
                 continue
             _, spare = self._spare(req.client, busy)

@@ -148,7 +148,7 @@ class Scheduler:
         for message in messages:
             self._handle(message)
         copied = self.cache.tiers is not None and self.cache.tiers.take()
-        loaded = self.adapters.take_ready()
+        loaded = self.adapters.pending and self.adapters.take_ready()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -238,7 +238,7 @@ class Scheduler:
                 self.decode.running[req.rid] = req
 
     def _compute(self, batch: Batch) -> Launched:
-        plan = plan_of(batch, *self.cache.news(), pools=self._pooler is not None)
+        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None)
         if self.config.cache_audit:
             plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)
@@ -479,6 +479,7 @@ class Scheduler:
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
+            digests=self.adapters.names,
             **({} if tiers is None else tiers.load_fields()),
         )
 

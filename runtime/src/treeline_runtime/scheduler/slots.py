@@ -17,7 +17,7 @@ MOST_PASSING = 32
 
 
 class AdapterSlots:
-    """Adapters by digest; None is the model itself, which needs no slot."""
+    """Adapters by digest."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
@@ -31,18 +31,18 @@ class AdapterSlots:
         """Adapters that were refused a slot → how many requests of others came in since."""
         self._kept: dict[str, str] = {}
         """Resident adapter → the one that gets its slot."""
-        self._news: dict[int, str] = {}
+        self.news: dict[int, str] = {}
+        """Slot → adapter, for what no launch has put there yet."""
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
-    def wait(self, adapter: str | None, rid: str, tokens: int) -> None:
+    def wait(self, adapter: str, rid: str, tokens: int) -> None:
         """A request with so many tokens to compute waits."""
-        if adapter is not None:
-            self._waiting.setdefault(adapter, Counter())[rid] = tokens
+        self._waiting.setdefault(adapter, Counter())[rid] = tokens
 
-    def leave(self, adapter: str | None, rid: str) -> None:
+    def leave(self, adapter: str, rid: str) -> None:
         """It waits no more. Idempotent."""
-        if adapter is None or (line := self._waiting.get(adapter)) is None:
+        if (line := self._waiting.get(adapter)) is None:
             return
         line.pop(rid, None)
         if not line:
@@ -51,35 +51,31 @@ class AdapterSlots:
 
     # ---- the choice ---------------------------------------------------------------------------------------
 
-    def admits(self, adapter: str | None) -> bool:
+    def admits(self, adapter: str) -> bool:
         """Whether a request may come in now, or must wait for a slot, which is remembered. O(slots)."""
-        if adapter is None or (adapter in self._slots and adapter not in self._kept):
+        if adapter in self._slots:
+            return adapter not in self._kept
+        if self._free or self._victim(adapter) is not None:
             return True
-        if adapter not in self._slots and (self._free or self._victim(adapter) is not None):
-            return True
-        if adapter not in self._slots:
-            self._passed.setdefault(adapter, 0)
+        self._passed.setdefault(adapter, 0)
         return False
 
-    def take(self, adapter: str | None) -> int:
-        """The slot of a request that comes in, -1 for None. It was just admitted."""
-        if adapter is None:
-            return -1
+    def take(self, adapter: str) -> int:
+        """The slot of a request that comes in. It was just admitted."""
         assert self.admits(adapter), f"no slot for {adapter}"
         slot = self._slots.pop(adapter, -1)
         if slot < 0:
             slot = self._free.pop() if self._free else self._empty(self._victim(adapter))
-            self._news[slot] = adapter
+            self.news[slot] = adapter
             self._served(adapter)
         self._slots[adapter] = slot
         self._used[adapter] += 1
         self._count_passing()
         return slot
 
-    def release(self, adapter: str | None) -> None:
+    def release(self, adapter: str) -> None:
         """A request that had a slot has ended."""
-        if adapter is not None:
-            self._used[adapter] -= 1
+        self._used[adapter] -= 1
 
     def _victim(self, adapter: str) -> str | None:
         """The idle adapter whose slot `adapter` would get."""
@@ -113,21 +109,16 @@ class AdapterSlots:
 
     # ---- the device ---------------------------------------------------------------------------------------
 
-    def news(self) -> dict[int, str]:
-        """Slot → adapter, for what no launch has put there yet."""
-        return self._news
-
     def told(self) -> None:
         """A step with the news was launched."""
-        if self._news:
-            self._news = {}
+        self.news = {}
 
     def drop(self, adapter: str) -> None:
         """Forgets an adapter, which nobody uses or waits for."""
         if adapter in self._slots:
             assert not self._used[adapter], f"{adapter} is in use"
             slot = self._empty(adapter)
-            self._news.pop(slot, None)
+            self.news.pop(slot, None)
             self._free.append(slot)
 
     def reset(self) -> None:
@@ -158,4 +149,4 @@ class AdapterSlots:
         assert len(set(self._kept.values())) == len(self._kept), "two slots are kept for one adapter"
         assert set(self._kept.values()) <= self._passed.keys() <= self._waiting.keys(), "kept for nobody who waits"
         assert not self._passed.keys() & self._slots.keys(), "a resident adapter waits for a slot"
-        assert all(self._slots[adapter] == slot for slot, adapter in self._news.items()), "news of another's slot"
+        assert all(self._slots[adapter] == slot for slot, adapter in self.news.items()), "news of another's slot"

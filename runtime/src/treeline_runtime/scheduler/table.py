@@ -111,8 +111,8 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], 
             if req.wants_input_logprobs
             and (low := max(req.logprob_start_len - 1, starts[i])) < (high := min(req.prompt_len - 1, ends[i]))
         ]
-    if any(req.adapter for req in reqs):
-        extra["adapters"] = [req.slot for req in reqs]
+    if max(of_reqs := [req.slot for req in reqs]) >= 0:
+        extra["adapters"] = of_reqs
     if pools:
         extra["whole"] = [end == len(req.tokens) for req, end in zip(reqs, ends, strict=True)]
     return StepPlan(

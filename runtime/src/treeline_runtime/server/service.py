@@ -92,6 +92,8 @@ class State:
     """New generations wait for its end: new weights are being loaded."""
     unheard: bool = False
     """The scheduler is busy; missing heartbeats are no failure."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Of LoRA: name → digest, "" while it is being unloaded; replaced as a whole."""
     model_path: str | None = None
     """The directory of the served weights, if they have changed since the start."""
     weight_version: str = "default"
@@ -236,7 +238,7 @@ class Service:
 
     async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
         """Reads the body into a task: here if it is small, else in another process. Raises ApiError."""
-        caller = Caller(asked.tenant, asked.shares_cache, asked.picked)
+        caller = Caller(asked.tenant, asked.shares_cache, self.state.adapters, picked=asked.picked)
         task: Read | None = None
         small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW
         if self.pool is None or small:
