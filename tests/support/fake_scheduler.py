@@ -112,7 +112,7 @@ class FakeScheduler:
         pooling = pooling_of(spec.model_dir, spec.args.task, matryoshka=spec.args.matryoshka)
         self.size = 0 if pooling is None else pooling.size
         info: dict[str, object] = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
-        info |= {"kv_dtype": "float32", "kv_bytes_per_token": 512}
+        info |= {"kv_dtype": "float32", "kv_bytes_per_token": 512, "adapters": {}}
         self.http.send(Ready("scheduler", info))
 
     def run(self) -> None:

@@ -206,6 +206,7 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = setting(
         (),
         group="engine",
+        also="--lora-paths",
         metavar="NAME=PATH",
         several=True,
         parse=adapter_entry,

@@ -35,6 +35,8 @@ class Setting:
     """Its group in `--help`. None: no flag, for Python only."""
     flag: str | None = None
     """The flag's name if that differs from the field's."""
+    also: str | None = None
+    """Another name of the flag."""
     metavar: str | None = None
     at_least: float | None = None
     above: float | None = None
@@ -114,7 +116,8 @@ def add_flags(
             flag = _flag(name, words)
             default = environ.get(words.env or "") or field.default
             said = argparse.SUPPRESS if short and words.rare else words.help
-            target.add_argument(flag, help=said, **_argument(words, hints[name], default))
+            flags = (flag, words.also) if words.also else (flag,)
+            target.add_argument(*flags, help=said, **_argument(words, hints[name], default))
 
 
 def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
