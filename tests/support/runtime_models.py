@@ -58,10 +58,10 @@ class Runner:
         self, model: Decoder, stored: torch.dtype | None = None, adapter: Adapter | None = None, slots: int = 3
     ) -> None:
         shape = model.own
-        self.adapters = AdapterPool(model.sites, slots, 64, model.rope[0].dtype, torch.device("cpu"))
-        self.slot = -1
+        self.adapters: AdapterPool | None = None
+        self.slot = slots - 1
         if adapter is not None:
-            self.slot = slots - 1
+            self.adapters = AdapterPool(model.sites, slots, 64, model.rope[0].dtype, torch.device("cpu"))
             self.adapters.write(self.slot, adapter)
         self.model = model
         self.page_size = 4
@@ -88,7 +88,8 @@ class Runner:
         layout = Layout([len(ids)], [self.length], self.pages[None], torch.zeros(1, dtype=torch.int64))
         cos, sin = (table[:, positions].unsqueeze(2) for table in self.model.rope)
         plan = self.attention.plan(layout)
-        context = Context(self.attention, plan, slots, cos, sin, adapters=self.adapters.step([self.slot], [len(ids)]))
+        adapters = None if self.adapters is None else self.adapters.step([self.slot], [len(ids)])
+        context = Context(self.attention, plan, slots, cos, sin, adapters=adapters)
         return self.model.logits(self.model.forward(self.model.embed(torch.tensor(ids)), context))
 
 

@@ -213,6 +213,11 @@ def _tiers(context: Context) -> Iterator[tuple[str, Script]]:
     yield f"tiers: {shape}", Script("runtime/benchmarks/tiers.py", must, ("--shape", shape, *_quick(context)))
 
 
+def _lora(context: Context) -> Iterator[tuple[str, Script]]:
+    must, shape = ("lora.base_share", "lora.throughput_share", "lora.load_s"), shapes()[0]
+    yield f"lora: {shape}", Script("runtime/benchmarks/lora.py", must, ("--shape", shape, *_quick(context)))
+
+
 def _pull(context: Context) -> Iterator[tuple[str, Script]]:
     must = ("pull.ttft_ratio", "pull.cached_share")
     yield "pull: two servers", Script("runtime/benchmarks/pull.py", must, ("--shape", shapes()[0], *_quick(context)))
@@ -257,6 +262,7 @@ BENCHMARKS = (
     _benchmark("ranks", "One model on two GPUs", "as engine, with --tp-size 2", _ranks, only_by_name=True),
     _benchmark("radix", "The radix cache", "its share of the time, and hit rates beside the best", _radix),
     _benchmark("tiers", "The cache on the host", "conversations that the device does not hold", _tiers),
+    _benchmark("lora", "Adapters", "batches without adapters where they are served, and batches of many", _lora),
     _benchmark("pull", "Pages of another server", "a long prompt pulled from a peer, or computed", _pull),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),
