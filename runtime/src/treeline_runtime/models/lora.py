@@ -83,14 +83,15 @@ class AdapterPool:
     def step(self, slots: list[int], q_lens: list[int]) -> AdapterStep | None:
         """slots, q_lens: for each sequence the slot of its adapter, -1: none; and its tokens. None if all have none."""
         of_rows = np.repeat(slots, q_lens)
-        order = np.argsort(of_rows, kind="stable")[np.count_nonzero(of_rows < 0) :]
-        if not len(order):
-            return None
-        ends = np.bincount(of_rows[order], minlength=self._slots).cumsum().astype(np.int32)
         used = set(slots) - {-1}
+        if not used:
+            return None
+        order = np.argsort(of_rows % (self._slots + 1), kind="stable")  # those without one come last
+        ends = np.bincount(of_rows[of_rows >= 0], minlength=self._slots).cumsum()
         return AdapterStep(
-            self._stacks, used, max(self._ranks[slot] for slot in used), upload(order, self._device),
-            upload(ends, self._device),
+            self._stacks, used, max(self._ranks[slot] for slot in used), int(ends[-1]),
+            upload(order, self._device), upload(np.argsort(order), self._device),
+            upload(ends.astype(np.int32), self._device),
         )  # fmt: skip
 
 
@@ -101,10 +102,14 @@ class AdapterStep:
     _stacks: dict[str, _Stack]
     _slots: set[int]
     _rank: int
+    _count: int
+    """Rows with an adapter."""
     _order: torch.Tensor
-    """Rows with an adapter, by slot."""
+    """All rows by slot, those without an adapter last."""
+    _inverse: torch.Tensor
+    """The place of each row in that order."""
     _ends: torch.Tensor
-    """(slots,) int32: where each slot's rows end in that order."""
+    """(slots,) int32: where each slot's rows end there."""
 
     def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
         """x (tokens, inputs), y (tokens, outputs of all projections): adds to y what the adapters make of x."""
@@ -112,12 +117,13 @@ class AdapterStep:
         if stack.used.isdisjoint(self._slots):
             return
         shrink = stack.a[:, :rank].flatten(1, 2).transpose(1, 2)
-        low = F.grouped_mm(x[self._order], shrink, offs=self._ends)
+        low = F.grouped_mm(x.index_select(0, self._order), shrink, offs=self._ends)
         lows = low.view(len(low), rank, -1).permute(2, 0, 1).contiguous()
         begin = 0
         for low, b in zip(lows, stack.b, strict=True):
             change = F.grouped_mm(low, b[:, :, :rank].transpose(1, 2), offs=self._ends)
-            y[:, begin : begin + b.shape[1]].index_add_(0, self._order, change)
+            change[self._count :] = 0  # rows beyond the last group are undefined
+            y[:, begin : begin + b.shape[1]] += change.index_select(0, self._inverse)  # on a CPU `index_add_` is slow
             begin += b.shape[1]
 
 
