@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.adapter_engine import AdapterHarness, of
 from support.adapters import ATTENTION, write_adapter
 from support.runtime_engine import VOCAB, Harness, write_config
@@ -300,9 +303,13 @@ def test_loads_and_unloads_under_traffic_leave_nothing_and_no_stale_answer(
         assert engine.remove("changing").ok
     engine.cache.wipe()
     asked: list[tuple[str, tuple[str | None, int]]] = []
+    matrices: list[weakref.ref[torch.Tensor]] = []
     for number in range(rounds):
         which = number % 5
         digest = engine.added("changing", 1 + which)
+        for pair in next(iter(engine.residence.adapters[digest].parts.values())).values():
+            matrices += map(weakref.ref, pair)
+        del pair
         for one in (digest, steady, None):
             rid = f"{number} {one}"
             engine.inbox.append(
@@ -316,3 +323,5 @@ def test_loads_and_unloads_under_traffic_leave_nothing_and_no_stale_answer(
     assert list(engine.residence.adapters) == [steady]
     assert engine.adapters.names == {"steady": steady}
     assert set(engine.cache.slots._slots) <= {steady}
+    gc.collect()
+    assert not any(matrix() is not None for matrix in matrices), "what was unloaded is still in memory"
