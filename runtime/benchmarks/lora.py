@@ -2,9 +2,9 @@
 
     python runtime/benchmarks/lora.py --shape tiny
 
-Two engines with the same random weights decode the same batch one after the other, in turns. One serves adapters of all
-attention and feed-forward layers, more of them than it has slots. Prints a row of JSON for each figure, of BATCH
-requests:
+Two engines with the same random weights decode the same batch one after the other, in turns; the fastest round of each
+counts. One serves adapters of all attention and feed-forward layers, more of them than it has slots. Prints a row of
+JSON for each figure, of BATCH requests:
 
 - `lora.base_share`: tokens per second without adapters, by the engine that serves them ÷ by the other.
 - `lora.throughput_share`: the same, when each request has one of the adapters.
@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -75,10 +74,10 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--quick", action="store_true", help="few short answers: proves that it works")
     args = parser.parse_args()
-    rounds, output, known = (1, 8, 4) if args.quick else (7, 128, args.known)
+    rounds, output, known = (1, 8, 4) if args.quick else (7, 64, args.known)
     shape, work = SHAPES[args.shape], Work.streams(BATCH, 64, output)
     settings = {"load_format": "dummy", "max_running_requests": BATCH, "max_total_tokens": 2 * BATCH * (64 + output)}
-    rng, base, many = random.Random(0), list[float](), list[float]()
+    rng, fastest = random.Random(0), [0.0] * 3
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "config.json").write_text(json.dumps(shape | COMMON))
@@ -89,16 +88,14 @@ def main() -> int:
             served.scheduler.adapters.load_now(tuple(modules))
             load_s = (time.perf_counter() - began) / known
             digests = list(served.scheduler.adapters.names.values())
-            for number in range(rounds + 1):
+            for _ in range(rounds):
                 none, each = [None] * BATCH, [join_namespace(rng.choice(digests), None) for _ in range(BATCH)]
                 turns = [(plain, none), (served, none), (served, each)]
-                speed = [tokens_s(engine, work, namespaces) for engine, namespaces in turns[:: (-1) ** number]]
-                if number or args.quick:  # the first round builds and loads things
-                    without, with_none, with_each = speed[:: (-1) ** number]
-                    base.append(with_none / without)
-                    many.append(with_each / without)
-    report("lora.base_share", statistics.median(base))
-    report("lora.throughput_share", statistics.median(many))
+                for turn in sorted(range(3), key=lambda _: rng.random()):
+                    fastest[turn] = max(fastest[turn], tokens_s(turns[turn][0], work, turns[turn][1]))
+    without, with_none, with_each = fastest
+    report("lora.base_share", with_none / without)
+    report("lora.throughput_share", with_each / without)
     report("lora.load_s", load_s)
     return 0
 

@@ -16,6 +16,7 @@ from support.runtime_engine import VOCAB, Harness, write_config
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.models.config import ModelError
+from treeline_runtime.scheduler.prefill import MOST_PASSED
 from treeline_runtime.scheduler.slots import MOST_PASSING
 
 PROMPT = list(range(3, 40))
@@ -174,6 +175,23 @@ def test_a_request_for_a_rare_adapter_is_passed_a_bounded_number_of_times(model:
             engine._handle(engine.inbox.pop())
         engine.step()
         assert count < 3 * MOST_PASSING
+    engine.run()
+
+
+def test_a_kept_slot_is_found_behind_any_number_of_more_urgent_requests(model: Path, tmp_path: Path) -> None:
+    settings = {"max_loras": 1, "max_running_requests": 64, "schedule_policy": "priority"}
+    engine = AdapterHarness(model, tmp_path / "root", **settings)
+    popular, rare = engine.added("popular", 1), engine.added("rare", 2)
+    engine.submit("runs", prompt(0), namespace=of(popular), max_new_tokens=100)
+    engine.step()
+    engine.submit("rare", prompt(1), namespace=of(rare))
+    for i in range(MOST_PASSING):
+        engine.submit(f"p{i}", prompt(i), namespace=of(popular), max_new_tokens=2)
+    while engine.cache.slots.admits(popular):
+        engine.step()
+        assert "rare" not in engine.outs, "no slot was kept for it"
+    for i in range(2 * MOST_PASSED):
+        engine.submit(f"urgent {i}", [1, 2, 3], namespace=of(popular), priority=1, max_new_tokens=1)
     engine.run()
 
 

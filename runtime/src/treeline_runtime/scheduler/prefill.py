@@ -177,7 +177,7 @@ class PrefillManager:
             if req.awaits_pages(now):
                 continue
             if req.adapter is not None and not self._cache.slots.admits(req.adapter):
-                passed += 1
+                passed += bool(running or batch.reqs)  # alone, it goes on to those for whom idle slots are kept
                 continue
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)
