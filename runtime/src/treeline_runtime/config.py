@@ -206,6 +206,7 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = setting(
         (),
         group="engine",
+        rare=True,
         also="--lora-paths",
         metavar="NAME=PATH",
         several=True,
@@ -216,6 +217,7 @@ class EngineConfig:
     lora_root: str | None = setting(
         None,
         group="engine",
+        rare=True,
         metavar="DIR",
         help="folder below which adapters may be loaded while the server runs (default: none may)",
     )
