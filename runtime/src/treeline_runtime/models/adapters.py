@@ -42,7 +42,7 @@ _NAMES = {"use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": 
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that also change the weights of the base model."""
 _TENSOR = re.compile(r"base_model\.model\.(?:model\.)?(.+)\.lora_([AB])\.weight")
-_LAYER = re.compile(r"layers\.([0-9]+)\.")
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -89,7 +89,7 @@ class Adapter:
 
     digest: str
     rank: int
-    """The largest of its projections."""
+    """The largest of its projections; 0: it has none here, but in another stage."""
     parts: Mapping[str, Mapping[int, Pair]] = field(repr=False)
     """Name of a site → number of a projection there → its part, B times the scale."""
 
@@ -153,7 +153,8 @@ def read_adapter(
             raise ModelError(f"the adapter changes {module}: only attention and dense feed-forward layers are served")
     digest = hashlib.sha256(json.dumps([config.get(key) for key in sorted(_SCALE)], sort_keys=True).encode())
     digest.update(data)
-    return Adapter(digest.hexdigest(), max(a.shape[0] for there in parts.values() for a, _ in there.values()), parts)
+    ranks = (a.shape[0] for there in parts.values() for a, _ in there.values())
+    return Adapter(digest.hexdigest(), max(ranks, default=0), parts)
 
 
 def _part(
@@ -182,7 +183,7 @@ def _settings(config: Mapping[str, Any], max_rank: int) -> _Settings:
     for key, value in config.items():
         if value and key not in _READ and key not in _NO_EFFECT:
             raise ModelError(f"{CONFIG}: {_NAMES.get(key, key)} is not supported ({key}: {json.dumps(value)[:80]})")
-    if config.get("bias", "none") != "none":
+    if config.get("bias") not in (None, "none"):
         raise ModelError(f"{CONFIG}: bias {config['bias']!r} is not supported: train with bias 'none'")
     if str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASES):
         raise ModelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -59,8 +60,9 @@ class Adapters:
     def load_now(self, modules: tuple[str, ...]) -> None:
         """Loads NAME=PATH each, before any request. Raises ModelError."""
         for name, _, path in (module.partition("=") for module in modules):
+            folder = os.path.abspath(path)  # a rank's process may have another working directory
             try:
-                self._add(name, path, self._residence.read_adapter(path))
+                self._add(name, folder, self._residence.read_adapter(folder))
             except (ModelError, Refused) as error:
                 raise ModelError(f"--lora-modules {name}={path}: {error}") from None
 
