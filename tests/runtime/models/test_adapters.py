@@ -163,6 +163,20 @@ def test_experts_are_refused_and_attention_beside_them_is_not(tmp_path: Path) ->
         read_adapter(write_adapter(tmp_path / "b", expert), model.sites, 2, 64, torch.float32)
 
 
+def test_adapters_are_added_to_what_fp8_products_give(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base")
+    model = load_model(EngineConfig(model=str(base), device="cpu", load_format="dummy", quantization="fp8"))
+    folder = write_adapter(tmp_path / "a", shapes_of(model.sites))
+    adapter = read_adapter(folder, model.sites, 2, 64, torch.float32)
+    pool = AdapterPool(model.sites, 1, 8, torch.float32, torch.device("cpu"))
+    pool.write(0, adapter)
+    linear: Any = model._layers[0].sublayers[0].compute
+    x = torch.randn(3, linear._o.site.inputs)
+    a, b = adapter.parts[linear._o.site.name][0]
+    added = linear._o(x, pool.step([0], [3])) - linear._o(x)
+    torch.testing.assert_close(added, x @ a.t() @ b.t(), atol=1e-4, rtol=1e-4)
+
+
 def test_an_identity_is_of_content_and_not_of_place_or_name(tmp_path: Path) -> None:
     one = read(write_adapter(tmp_path / "one", SHAPES, base_model_name_or_path="/here", lora_dropout=0.1))
     assert read(write_adapter(tmp_path / "two", SHAPES)).digest == one.digest
