@@ -93,7 +93,7 @@ def serving(model: Path, settings: Mapping[str, Any], module: str, environment: 
     started = time.perf_counter()
     with log.open("w") as written:
         process = subprocess.Popen(
-            [*command, *flags, *ports], stderr=written, env={**os.environ, **environment, "PYTHONPATH": path}
+            [*command, *ports, *flags], stderr=written, env={**os.environ, **environment, "PYTHONPATH": path}
         )
     try:
         yield Server(_port(process, log), started)

@@ -65,7 +65,7 @@ def theirs(folder: str, ranks: int) -> Compute:
     return compute
 
 
-ENGINES: dict[str, Callable[[str, int], Compute]] = {"ours": ours, "vllm": theirs}
+ENGINES: dict[str, Callable[[str, int], Compute]] = {"vllm": theirs, "ours": ours}
 
 
 def measure(compute: Compute, works: list[Work], rates: Path) -> None:
@@ -110,7 +110,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as name:
         write_config(Path(name), args.shape)
-        mine, other = (by(engine, Path(name), sys.argv[1:], args.vllm_path) for engine in ENGINES)
+        other, mine = (by(engine, Path(name), sys.argv[1:], args.vllm_path) for engine in ENGINES)
     report(f"vllm.ours_tokens_s.{args.shape}", mine)
     report(f"vllm.offline_tokens_s.{args.shape}", other)
     report(f"offline.vs_vllm.{args.shape}", mine / other)

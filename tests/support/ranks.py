@@ -28,7 +28,7 @@ def _group(tp_size: int, pp_size: int) -> tuple[ThreadPoolExecutor, list[Ranks]]
         return threads, list(threads.map(meet, range(count)))
 
 
-class Strict:
+class Strict(Ranks):
     """Keep only what `Ranks` promises: a sum until the next call, logits on rank 0, what comes home there."""
 
     def __init__(self, ranks: Ranks) -> None:

@@ -267,6 +267,18 @@ _ENGINE = {
         "share", "the same of 32 requests with 100 adapters in 16 slots", "higher", 0.85, f"{BOUND} on a GPU"
     ),
     "lora.load_s": detail("s", "to load an adapter of rank 16", "lower"),
+    "pd.itl_p99_ratio": Metric(
+        "×", "time between tokens, 99th percentile, prompts apart ÷ two servers that do both", "lower", 0.5
+    ),
+    "pd.ttft_p50_ratio": Metric("×", "median time to the first token of long prompts, likewise", "lower", 1.1),
+    "pd.transfer_share_of_link": Metric(
+        "share", "of the speed of a copy from GPU to GPU that pages of a prompt reach", "higher", 0.7
+    ),
+    "pd.transfer_gb_s": detail("GB/s", "pages of a prompt on another server's host, until the first token", "higher"),
+    "pd.itl_p99_ms": detail("ms", "between tokens, 99th percentile", "lower"),
+    "pd.ttft_p50_ms": detail("ms", "to the first token of long prompts, median", "lower"),
+    "pd.throughput_ratio": detail("×", "output tokens a second, apart ÷ together", "higher"),
+    "pd.cached_share": detail("share", "of long prompts' tokens that the answering server did not compute", "higher"),
     "pull.ttft_ratio": Metric(
         "×", "time to the first token of 4,096 tokens pulled from another server ÷ computed", "lower", 0.6
     ),
@@ -429,6 +441,20 @@ HEADLINES = (
 """The rows quoted in the README, in order."""
 
 _RANKS = {name.replace("engine.", "tp2."): each for name, each in _ENGINE.items() if name.startswith("engine.")}
+_RANKS |= {
+    "tp2.vllm.ours_tokens_s": detail("tokens/s", "output of 256 requests by the engine on two GPUs", "higher"),
+    "tp2.vllm.offline_tokens_s": detail("tokens/s", "output of the same requests by vLLM on them", "higher"),
+    "tp2.offline.vs_vllm": Metric(
+        "times", "our output tokens a second ÷ vLLM's, 256 offline requests on two GPUs", "higher", 1.1
+    ),
+    "tp2.endurance.answers": detail("requests", "answered completely by a large model on two GPUs", "higher"),
+    "tp2.endurance.hung_up": detail("requests", "whose client left early", "higher"),
+    "tp2.endurance.retractions": detail("requests", "set aside for want of memory, and answered later", "higher"),
+    "tp2.endurance.tokens_s": detail("tokens/s", "that clients received", "higher"),
+    "tp2.endurance.minutes": detail("min", "until the last client had its answer", "higher"),
+    "tp2.endurance.start_s": detail("s", "to a ready server", "lower"),
+    "tp2.endurance.left": Metric("requests", "and pages that remain after the last answer", "lower", 0.0),
+}
 METRICS: dict[str, Metric] = _ROUTING | _FORMS | _PICKER | _ENGINE | _RANKS | _SERVING | _PROGRAMS | _KUBERNETES
 
 

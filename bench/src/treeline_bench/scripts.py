@@ -190,16 +190,37 @@ def _vllm(context: Context) -> Iterator[tuple[str, Script]]:
     if not has_cuda():
         raise BenchmarkError("the comparison with vLLM needs a CUDA device")
     for shape in shapes():
-        args = ["--shape", shape, *(["--vllm-path", folder] if folder else [])]
-        args += ["--rounds=1"] if context.quick else []
-        must = (f"offline.vs_vllm.{shape}",)
-        yield f"vllm: {shape}", Script("runtime/benchmarks/versus_vllm.py", must, tuple(args))
+        yield f"vllm: {shape}", _versus_vllm(context, shape, folder)
+
+
+def _versus_vllm(context: Context, shape: str, folder: str | None, *args: str, prefix: str = "") -> Script:
+    """folder: of vLLM's packages, if they are not this Python's."""
+    args = ("--shape", shape, *args, *(("--vllm-path", folder) if folder else ()))
+    args += ("--rounds=1",) if context.quick else ()
+    return Script("runtime/benchmarks/versus_vllm.py", (f"offline.vs_vllm.{shape}",), args, prefix=prefix)
 
 
 def _ranks(context: Context) -> Iterator[tuple[str, Script]]:
     shape = shapes()[0]
     args = ("--shape", shape, "--ranks", "2", *_quick(context))
     yield f"ranks: {shape}", Script("runtime/benchmarks/engine.py", (f"start.{shape}",), args, prefix="tp2.")
+    folder = os.environ.get(VLLM_FOLDER)
+    if folder is None and importlib.util.find_spec("vllm") is None:
+        context.display.phase("ranks: not beside vLLM, which is not installed")
+    else:
+        yield "ranks: beside vLLM", _versus_vllm(context, shape, folder, "--ranks", "2", prefix="tp2.")
+
+
+def _endurance(context: Context) -> Iterator[tuple[str, Script]]:
+    large = has_cuda() and not context.quick
+    args = ("--shape", "llama70b" if large else "tiny", "--ranks", "2", "--minutes", "10" if large else "0.5")
+    must = ("endurance.answers", "endurance.left")
+    yield "endurance: streams", Script("runtime/benchmarks/endurance.py", must, args, prefix="tp2.")
+
+
+def _pairs(context: Context) -> Iterator[tuple[str, Script]]:
+    must = ("pd.itl_p99_ratio", "pd.ttft_p50_ratio", "pd.transfer_gb_s")
+    yield "pairs: prompts apart", Script("runtime/benchmarks/pairs.py", must, ("--shape", shapes()[0]))
 
 
 def _radix(context: Context) -> Iterator[tuple[str, Script]]:
@@ -260,9 +281,15 @@ BENCHMARKS = (
     _benchmark("server", "The server", "the same requests offline and through HTTP, idle GPU, start", _server),
     _benchmark("vllm", "Beside vLLM", "a batch by this engine and by vLLM, on a GPU", _vllm, only_by_name=True),
     _benchmark("ranks", "One model on two GPUs", "as engine, with --tp-size 2", _ranks, only_by_name=True),
+    _benchmark(
+        "endurance", "Many streams for long", "a 70B shape on two GPUs for ten minutes", _endurance, only_by_name=True
+    ),
     _benchmark("radix", "The radix cache", "its share of the time, and hit rates beside the best", _radix),
     _benchmark("tiers", "The cache on the host", "conversations that the device does not hold", _tiers),
     _benchmark("lora", "Adapters", "batches without adapters where they are served, and batches of many", _lora),
+    _benchmark(
+        "pairs", "Prompts apart from answers", "a pair beside two alone, on two GPUs", _pairs, only_by_name=True
+    ),
     _benchmark("pull", "Pages of another server", "a long prompt pulled from a peer, or computed", _pull),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),

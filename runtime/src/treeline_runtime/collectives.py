@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from treeline_runtime.models.shards import Rank
+from treeline_runtime.ops import Ops, obstacle_to_triton
+from treeline_runtime.ops.base import MEETINGS, Meeting
 
 c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 """The classes behind torch.distributed. Its functions share one global state, which belongs to the application."""
@@ -25,7 +27,7 @@ FOREVER = timedelta(days=365)
 MEETING = timedelta(minutes=1)
 """Time to connect, once all processes are there."""
 BUFFER_BYTES = 64 << 20
-"""Bytes of a GPU that the others read; more are summed in several parts."""
+"""Bytes of each of three places in a GPU's memory that the others read; more are summed in several parts."""
 ONE_SHOT_BYTES = 256 << 10
 """Up to here each GPU reads all parts and adds them; beyond, each adds a slice and reads the others' sums, which is
 faster from 512 KiB on (two H200, inside CUDA graphs)."""
@@ -41,6 +43,25 @@ class Ranks(Protocol):
 
     def sum(self, x: torch.Tensor, /) -> torch.Tensor:
         """The sum of x over the ranks of the stage, the same bits on each, until the next call. May overwrite x."""
+
+    def room(self, like: torch.Tensor, turn: int, /) -> torch.Tensor | None:
+        """Memory of this shape and type for this rank's summand in `add_norm`, if that saves a copy. turn: 0 or 1,
+        which alternate from call to call."""
+        return None
+
+    def add_norm(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        room: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        after: torch.Tensor | None,
+        /,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Ops.add_norm` of the `sum` of x. room: what `room` returned for it."""
+        return ops.add_norm(self.sum(x), residual, weight, eps, after)
 
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
         """x (rows, n) → on the stage's rank 0 a new tensor (rows, ranks x n), the ranks' parts in order; on the others
@@ -154,6 +175,12 @@ class Pipeline(Ranks):
     def sum(self, x: torch.Tensor, /) -> torch.Tensor:
         return x if self._stage is None else self._stage.sum(x)
 
+    def room(self, like: torch.Tensor, turn: int, /) -> torch.Tensor | None:
+        return None if self._stage is None else self._stage.room(like, turn)
+
+    def add_norm(self, ops: Ops, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().add_norm(ops, *args) if self._stage is None else self._stage.add_norm(ops, *args)
+
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
         return x if self._stage is None else self._stage.gather(x)
 
@@ -237,8 +264,16 @@ class SymmetricMemory(Stage):
         group._set_group_name(name)
         c10d._register_process_group(name, group)
         c10d._SymmetricMemory.set_group_info(name, rank.index, rank.count, store)
-        self._buffer = c10d._SymmetricMemory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, name)
-        self._handle = c10d._SymmetricMemory.rendezvous(self._buffer, name)
+        flags = 4 * MEETINGS * rank.count
+        size = 3 * BUFFER_BYTES + flags
+        self._memory = c10d._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+        self._buffer, *self._rooms = self._memory[:-flags].split(BUFFER_BYTES)
+        self._handle = c10d._SymmetricMemory.rendezvous(self._memory, name)
+        self._memory[-flags:].zero_()
+        self._handle.barrier()
+        self._fuses = obstacle_to_triton(device) is None
+        bases = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._meeting = Meeting(rank.index, bases, size - flags)
 
     def sum(self, x: torch.Tensor, /) -> torch.Tensor:
         if x.dtype not in SUMMED:
@@ -254,6 +289,32 @@ class SymmetricMemory(Stage):
             return added
         torch.ops.symm_mem.two_shot_all_reduce_(mine, "sum", self._name)
         return mine
+
+    def room(self, like: torch.Tensor, turn: int, /) -> torch.Tensor | None:
+        largest = BUFFER_BYTES if self.rank.count == 2 else ONE_SHOT_BYTES
+        if not self._fuses or like.dtype not in SUMMED or like.nbytes > largest:
+            return None
+        return self._rooms[turn][: like.nbytes].view(like.dtype).view(like.shape)
+
+    def add_norm(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        room: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        after: torch.Tensor | None,
+        /,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if room is None:
+            return super().add_norm(ops, x, room, residual, weight, eps, after)
+        from treeline_runtime.ops import rank_kernels
+
+        if x.data_ptr() != room.data_ptr():
+            room.copy_(x)
+        place = room.data_ptr() - self._memory.data_ptr()
+        return rank_kernels.add_norm(self._meeting, place, residual, weight, eps, after)
 
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
         whole = x.new_empty(len(x), self.rank.count * x.shape[1])

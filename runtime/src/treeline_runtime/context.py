@@ -30,7 +30,7 @@ class Attends(Protocol):
         """See `AttentionBackend.forward`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """A step besides its input: attention, angles, adapters."""
 
@@ -46,3 +46,5 @@ class Context:
     """(tokens,) int32, zeros; fused operations write 1 where keys or values are not finite."""
     adapters: AdapterStep | None = None
     """None: no row has one."""
+    room: torch.Tensor | None = None
+    """(tokens, hidden): if given, the next sublayer's result is best put here, where other ranks read it."""

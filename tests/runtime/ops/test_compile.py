@@ -21,6 +21,7 @@ from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
 from treeline_runtime.models.model_config import PLAIN, ClampedGate, Scoring
 from treeline_runtime.ops import Experts, Heads, Tables
+from treeline_runtime.ops.base import Meeting
 from treeline_runtime.sampling import mask_words
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.forward import DecodeInputs
@@ -141,7 +142,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     monkeypatch.setattr(triton.runtime.JITFunction, "run", record)
     early = {"EARLY": True, "launch_pdl": True}
-    for module in ("ops.triton_ops", "attention.decode"):
+    for module in ("ops.triton_ops", "ops.rank_kernels", "attention.decode"):
         monkeypatch.setattr(f"treeline_runtime.{module}.early_launch", lambda _: early)
     return found
 
@@ -152,6 +153,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 def operations(shape: Shape) -> None:
     """Launch every operation of a step except attention."""
+    from treeline_runtime.ops import rank_kernels
     from treeline_runtime.ops.triton_ops import TritonOps
 
     ops = TritonOps()
@@ -164,6 +166,8 @@ def operations(shape: Shape) -> None:
     weight = noise(shape.hidden).to(shape.norms)
     ops.norm(noise(2, shape.hidden), weight, 1e-5)
     ops.add_norm(noise(2, shape.hidden), noise(2, shape.hidden), weight, 1e-5, weight if shape.plus_one else None)
+    meeting = Meeting(1, torch.zeros(4, dtype=torch.int64), 1 << 20)
+    rank_kernels.add_norm(meeting, 0, noise(2, shape.hidden), weight, 1e-5, weight if shape.plus_one else None)
     ops.gate(noise(2, 2 * shape.inner), "gelu_tanh" if shape.plus_one else "silu")
     ops.softcap(noise(2, shape.vocab), 30.0)
     storing(shape, a_pool(shape))

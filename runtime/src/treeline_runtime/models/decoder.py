@@ -61,8 +61,11 @@ class Linear:
             if split != INPUTS or weights.rank.index == 0:  # to a sum it is added once
                 self._bias = stack(parts)
 
-    def __call__(self, x: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
-        y = self._product(x, self._bias)
+    def __call__(
+        self, x: torch.Tensor, adapters: AdapterStep | None = None, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """room: may be used for the result."""
+        y = self._product(x, self._bias, room)
         if adapters is not None:
             adapters.add(self.site, x, y)
         return y
@@ -129,7 +132,7 @@ class Attention:
             self._norm_over_ranks(qkv)
         q, k, v = self._ops.rotate_and_store(qkv, self._heads, self._layer, context)
         heads = context.attention.forward(self._layer, q, k, v, context.plan, self._sinks)
-        return self._o(heads, context.adapters)
+        return self._o(heads, context.adapters, context.room)
 
 
 class NormOverRanks:
@@ -178,7 +181,7 @@ class FeedForward:
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         inner = self._ops.gate(self._gate_up(x, context.adapters), self._activation)
-        return self._down(inner, context.adapters)
+        return self._down(inner, context.adapters, context.room)
 
 
 class Computes(Protocol):
@@ -297,12 +300,12 @@ class Decoder:
         after: torch.Tensor | None = None
         ranks = self.ranks
         for layer in self._layers:
-            for sublayer in layer.sublayers:
-                x, residual = self._join(x, residual, after, sublayer.before)
-                x, after = sublayer.compute(x, context), sublayer.after
+            for turn, sublayer in enumerate(layer.sublayers):
+                x, residual = self._join(x, residual, after, sublayer.before, context)
                 if ranks is not None:
-                    x = ranks.sum(x)
-        x = self._join(x, residual, after, self._norm)[0]
+                    context.room = ranks.room(x, turn)
+                x, after = sublayer.compute(x, context), sublayer.after
+        x = self._join(x, residual, after, self._norm, context)[0]
         if self._norm is None and ranks is not None:
             ranks.send(x)
         return x
@@ -313,10 +316,13 @@ class Decoder:
         residual: torch.Tensor | None,
         after: torch.Tensor | None,
         before: torch.Tensor | None,
+        context: Context,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds x, normed by `after`, to the residual stream (None: x begins it). Returns the stream normed by `before`,
-        and the stream."""
-        eps = self.config.rms_norm_eps
+        """Adds x, which the ranks sum and `after` norms, to the residual stream (None: x begins it). Returns the stream
+        normed by `before`, and the stream."""
+        eps, ranks = self.config.rms_norm_eps, self.ranks
+        if residual is not None and ranks is not None:
+            return ranks.add_norm(self.ops, x, context.room, residual, before, eps, after)
         if residual is not None:
             return self.ops.add_norm(x, residual, before, eps, after)
         return (x if before is None else self.ops.norm(x, before, eps)), x

@@ -47,6 +47,21 @@ class Experts:
     """(experts of the model,) int32: the place of each in these stacks; their length: elsewhere. None: all are here."""
 
 
+MEETINGS = 512
+"""The most programs of a kernel that meet those of other GPUs: enough that their reads fill the link."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Meeting:
+    """Memory of each GPU of a group that all of them read and write."""
+
+    rank: int
+    bases: torch.Tensor
+    """(ranks,) int64: where each rank's memory begins, in this GPU's addresses."""
+    flags: int
+    """Where in it are MEETINGS x ranks numbers of type int32, at first 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tables:
     """The tables from which a step reads its input."""
@@ -87,8 +102,15 @@ class Ops(Protocol):
     def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """tokens[rows, positions] = ids; rows, positions and ids (tokens,), the first two int32."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
-        """x (tokens, inputs), weight (outputs, inputs), bias (outputs,) → (tokens, outputs)."""
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        room: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """x (tokens, inputs), weight (outputs, inputs), bias (outputs,) → (tokens, outputs); in `room`, perhaps."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm of x (tokens, hidden), times weight (hidden,)."""

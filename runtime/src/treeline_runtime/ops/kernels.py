@@ -68,6 +68,28 @@ def matrix_times_vector(
 
 
 @triton.jit
+def add_and_norm(
+    x, after_ptr, residual_ptr, weight_ptr, out_ptr, columns, size, eps,
+    AFTER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """`norm` of one row x, float32; residual_ptr, out_ptr: of the row."""
+    inside = columns < size
+    if AFTER:
+        scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+        x = x * scale * tl.load(after_ptr + columns, inside, other=0.0).to(tl.float32)
+        x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + columns, inside, other=0.0).to(tl.float32)
+        x = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + columns, x, inside)
+        x = x.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+        weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
 def norm(
     x_ptr, after_ptr, residual_ptr, weight_ptr, out_ptr, size, stride, eps,
     AFTER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -79,21 +101,11 @@ def norm(
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    x = tl.load(x_ptr + row * stride + columns, inside, other=0.0).to(tl.float32)
-    if AFTER:
-        scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-        x = x * scale * tl.load(after_ptr + columns, inside, other=0.0).to(tl.float32)
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * size + columns, inside, other=0.0).to(tl.float32)
-        x = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row * size + columns, x, inside)
-        x = x.to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-        weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), inside)
+    x = tl.load(x_ptr + row * stride + columns, columns < size, other=0.0).to(tl.float32)
+    add_and_norm(
+        x, after_ptr, residual_ptr + row * size, weight_ptr, out_ptr + row * stride, columns, size, eps,
+        AFTER, ADD, NORM,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -15,8 +15,6 @@ from treeline_runtime.ops.fused_experts import FusedExperts
 _GATE_BLOCK = 1024
 _CAP_BLOCK = 2048
 _HEADS_AT_ONCE = 8
-_OUTPUTS_AT_ONCE = 4
-_FEW_OUTPUTS = 4096
 VOCAB_BLOCK = 4096
 """Tokens of the vocabulary per program; a second kernel takes the best of all."""
 
@@ -45,21 +43,25 @@ class TritonOps:
     def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         kernels.put[(len(ids),)](ids, tokens, rows, positions, tokens.stride(0), num_warps=1, **self._early)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A single token uses a kernel that only streams the weights, faster than cuBLAS."""
         size, inputs = weight.shape
-        block = 1024 if size > _FEW_OUTPUTS else 512
-        if x.shape[0] != 1 or size % _OUTPUTS_AT_ONCE or inputs % block:
-            return F.linear(x, weight, bias)
-        out = torch.empty(1, size, dtype=x.dtype, device=x.device)
-        kernels.matrix_times_vector[(size // _OUTPUTS_AT_ONCE,)](
+        outputs, block = 4, 1024 if size > 4096 else 512
+        if x.shape[0] != 1 or size % outputs or inputs % block:
+            if room is None:
+                return F.linear(x, weight, bias)
+            return torch.mm(x, weight.t(), out=room) if bias is None else torch.addmm(bias, x, weight.t(), out=room)
+        out = torch.empty(1, size, dtype=x.dtype, device=x.device) if room is None else room
+        kernels.matrix_times_vector[(size // outputs,)](
             x,
             weight,
             weight if bias is None else bias,
             out,
             inputs,
             BIAS=bias is not None,
-            OUTPUTS=_OUTPUTS_AT_ONCE,
+            OUTPUTS=outputs,
             BLOCK=block,
             num_warps=4,
             **self._early,

@@ -26,8 +26,8 @@ SECOND_COPY_BYTES = 64 << 20
 
 Sizes = Mapping[str, tuple[int, ...]]
 """Projections of the checkpoint → their outputs: one number, or several where it has packed several into one."""
-Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""x (tokens, inputs), bias (outputs,) or None → (tokens, outputs)."""
+Product = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""x (tokens, inputs), bias (outputs,) or None, and room for the result, which need not be used → (tokens, outputs)."""
 
 
 class Plain:
@@ -37,8 +37,10 @@ class Plain:
         self._ops = ops
         self.weight = weight
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._ops.linear(x, self.weight, bias)
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._ops.linear(x, self.weight, bias, room)
 
 
 class Packed:
@@ -47,7 +49,9 @@ class Packed:
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = onednn.pack(weight)
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, _: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return onednn.linear(x, self.weight, bias)
 
 
@@ -84,9 +88,9 @@ class Emulated:
         self._group, self._input_scale = matrix.group, matrix.input_scale
         self._plain = float_product(ops, dequantise(matrix.values, matrix.scales, matrix.group).to(dtype))
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, room: torch.Tensor | None) -> torch.Tensor:
         values, scales = quantise(x, self._group, self._input_scale)
-        return self._plain(dequantise(values, scales, self._group).to(x.dtype), bias)
+        return self._plain(dequantise(values, scales, self._group).to(x.dtype), bias, room)
 
 
 class Fp8:
@@ -98,7 +102,7 @@ class Fp8:
         self._linear = scaled_linear
         self._matrix = matrix
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
         matrix = self._matrix
         return self._linear(x, matrix.values, matrix.scales, matrix.group, matrix.input_scale, bias)
 
