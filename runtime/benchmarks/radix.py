@@ -35,8 +35,9 @@ from engine import COMMON, SHAPES, report
 from treeline_runtime import Engine, SamplingParams
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.kvcache import RadixCache, key_of
-from treeline_runtime.messages import BatchTokenOut, FromScheduler, GenerateReq, ToPublisher, ToScheduler
+from treeline_runtime.messages import BatchTokenOut, FromScheduler, GenerateReq, ToScheduler
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.published import ToPublisher
 from treeline_runtime.scheduler import Scheduler
 
 SMALLEST = SHAPES["tiny"] | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}

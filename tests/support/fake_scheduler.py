@@ -23,17 +23,14 @@ from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     AbortReq,
     BatchTokenOut,
-    CacheUpdate,
     FinishReason,
     FlushReq,
     GenerateReq,
     HeardReq,
-    LoadUpdate,
     Reply,
     SleepReq,
     StateReq,
     StopReq,
-    Stored,
     TokenOut,
     UpdateWeightsReq,
     WakeReq,
@@ -41,6 +38,7 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.models.pooling import pooling_of
 from treeline_runtime.processes import ChildSpec, StartError, run_child
+from treeline_runtime.published import CacheUpdate, LoadUpdate, Stored
 
 END, END_OF_TURN = 0, 2
 """Token ids of `support.runtime_server.SPECIAL`."""
@@ -112,7 +110,7 @@ class FakeScheduler:
         pooling = pooling_of(spec.model_dir, spec.args.task, matryoshka=spec.args.matryoshka)
         self.size = 0 if pooling is None else pooling.size
         info: dict[str, object] = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
-        info |= {"kv_dtype": "float32", "kv_bytes_per_token": 512}
+        info |= {"kv_dtype": "float32", "kv_bytes_per_token": 512, "adapters": {}}
         self.http.send(Ready("scheduler", info))
 
     def run(self) -> None:

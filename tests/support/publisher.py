@@ -14,8 +14,9 @@ import msgspec
 import zmq
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Addresses, AnnouncedReq, Heartbeat, Inbox, Outbox, Ready, decode_to_http
-from treeline_runtime.messages import CacheEvent, CacheUpdate, Cleared, Removed, Reply, Stored
+from treeline_runtime.messages import Reply
 from treeline_runtime.processes import ChildSpec
+from treeline_runtime.published import CacheEvent, CacheUpdate, Cleared, Removed, Stored
 from treeline_wire import frames
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.security import CurveKeys

@@ -11,8 +11,8 @@ from typing import Any
 import zmq
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.kvcache.remote import RemotePages
-from treeline_runtime.messages import TierLoad
 from treeline_runtime.page_server import PageServer
+from treeline_runtime.published import TierLoad
 from treeline_wire.pages import Later, encode_answer, parse_request
 
 from support.runtime_engine import Harness

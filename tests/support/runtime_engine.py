@@ -21,20 +21,18 @@ from treeline_runtime.core import Batch, Phase
 from treeline_runtime.messages import (
     AbortReq,
     BatchTokenOut,
-    CacheUpdate,
     FinishReason,
     FromScheduler,
     GenerateReq,
-    LoadUpdate,
     Reply,
     SamplingParams,
     TokenLogprob,
     TokenOut,
-    ToPublisher,
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.published import CacheUpdate, LoadUpdate, ToPublisher
 from treeline_runtime.sampling import Factory
 from treeline_runtime.scheduler import Scheduler
 from treeline_runtime.scheduler.launched import Launched

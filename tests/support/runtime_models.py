@@ -12,8 +12,10 @@ from treeline_runtime.attention import ATTENTION_BACKENDS, Layout
 from treeline_runtime.config import EngineConfig
 from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
+from treeline_runtime.models.adapters import Adapter
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.models.lora import AdapterPool
 
 SIZES = {
     "vocab_size": 128,
@@ -52,8 +54,15 @@ def save(model: Any, path: Path, **options: Any) -> Path:
 class Runner:
     """Feeds one sequence in pieces through model, pool and attention. Returns the logits of every new position."""
 
-    def __init__(self, model: Decoder, stored: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: Decoder, stored: torch.dtype | None = None, adapter: Adapter | None = None, slots: int = 3
+    ) -> None:
         shape = model.own
+        self.adapters: AdapterPool | None = None
+        self.slot = slots - 1
+        if adapter is not None:
+            self.adapters = AdapterPool(model.sites, slots, 64, model.rope[0].dtype, torch.device("cpu"))
+            self.adapters.write(self.slot, adapter)
         self.model = model
         self.page_size = 4
         pool = KVPool(
@@ -79,7 +88,8 @@ class Runner:
         layout = Layout([len(ids)], [self.length], self.pages[None], torch.zeros(1, dtype=torch.int64))
         cos, sin = (table[:, positions].unsqueeze(2) for table in self.model.rope)
         plan = self.attention.plan(layout)
-        context = Context(self.attention, plan, slots, cos, sin)
+        adapters = None if self.adapters is None else self.adapters.step([self.slot], [len(ids)])
+        context = Context(self.attention, plan, slots, cos, sin, adapters=adapters)
         return self.model.logits(self.model.forward(self.model.embed(torch.tensor(ids)), context))
 
 
@@ -125,8 +135,8 @@ def logits_of(theirs: Any) -> torch.Tensor:
     return logits
 
 
-def fed_in_pieces(model: Decoder) -> torch.Tensor:
+def fed_in_pieces(model: Decoder, adapter: Adapter | None = None) -> torch.Tensor:
     """Return our model's logits of `IDS`: prompts behind a cached prefix, then one token at a time."""
-    runner = Runner(model)
+    runner = Runner(model, adapter=adapter)
     pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
     return torch.cat([*pieces, *(runner.feed([token]) for token in IDS[40:])])

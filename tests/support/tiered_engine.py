@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from treeline_runtime.messages import (
-    TierLoad,
-)
+from treeline_runtime.published import TierLoad
 
 from support.runtime_engine import Harness, prompt
 

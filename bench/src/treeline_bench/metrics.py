@@ -256,6 +256,17 @@ _ENGINE = {
     "tiers.cuda.equal_share": detail("share", "of answers that are the same without the tier", "higher"),
     "tiers.cpu.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
     "tiers.cuda.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
+    "lora.base_share": Metric(
+        "share",
+        "tokens a second without adapters, by an engine that serves them ÷ by one that does not",
+        "higher",
+        0.99,
+        BOUND,
+    ),
+    "lora.throughput_share": Metric(
+        "share", "the same of 32 requests with 100 adapters in 16 slots", "higher", 0.85, f"{BOUND} on a GPU"
+    ),
+    "lora.load_s": detail("s", "to load an adapter of rank 16", "lower"),
     "pd.itl_p99_ratio": Metric(
         "×", "time between tokens, 99th percentile, prompts apart ÷ two servers that do both", "lower", 0.5
     ),

@@ -234,6 +234,11 @@ def _tiers(context: Context) -> Iterator[tuple[str, Script]]:
     yield f"tiers: {shape}", Script("runtime/benchmarks/tiers.py", must, ("--shape", shape, *_quick(context)))
 
 
+def _lora(context: Context) -> Iterator[tuple[str, Script]]:
+    must, shape = ("lora.base_share", "lora.throughput_share", "lora.load_s"), shapes()[0]
+    yield f"lora: {shape}", Script("runtime/benchmarks/lora.py", must, ("--shape", shape, *_quick(context)))
+
+
 def _pull(context: Context) -> Iterator[tuple[str, Script]]:
     must = ("pull.ttft_ratio", "pull.cached_share")
     yield "pull: two servers", Script("runtime/benchmarks/pull.py", must, ("--shape", shapes()[0], *_quick(context)))
@@ -287,6 +292,7 @@ BENCHMARKS = (
     ),
     _benchmark("radix", "The radix cache", "its share of the time, and hit rates beside the best", _radix),
     _benchmark("tiers", "The cache on the host", "conversations that the device does not hold", _tiers),
+    _benchmark("lora", "Adapters", "batches without adapters where they are served, and batches of many", _lora),
     _benchmark(
         "pairs", "Prompts apart from answers", "a pair beside two alone, on two GPUs", _pairs, only_by_name=True
     ),

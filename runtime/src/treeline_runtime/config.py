@@ -17,6 +17,9 @@ from treeline_wire.settings import ConfigError, check, setting
 
 from treeline_runtime.logit_processors import entry
 
+MOST_NAME_CHARS = 256
+"""Characters of an adapter's name."""
+
 
 def meeting_place(text: str) -> tuple[str, int]:
     """The HOST[:PORT] of --dist-init-addr → host and port. Raises ConfigError."""
@@ -41,6 +44,14 @@ def size_in_bytes(text: str) -> int:
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"expected a size like 16GiB, got {text!r}")
     return int(float(found[1]) * unit)
+
+
+def adapter_entry(text: str) -> str:
+    """NAME=PATH of --lora-modules. Raises argparse.ArgumentTypeError."""
+    name, is_there, path = text.partition("=")
+    if not (0 < len(name) <= MOST_NAME_CHARS and name.isprintable() and is_there and path):
+        raise argparse.ArgumentTypeError(f"expected NAME=PATH, got {text!r}")
+    return text
 
 
 __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
@@ -192,6 +203,42 @@ class EngineConfig:
         help="share of memory for the KV cache: on CUDA of the device, weights included (default: 0.85); on a CPU "
         "of the free memory (default: 0.1, at most 1 GiB)",
     )
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        group="engine",
+        rare=True,
+        also="--lora-paths",
+        metavar="NAME=PATH",
+        several=True,
+        parse=adapter_entry,
+        help="LoRA adapters to load at the start, in peft's form; a request selects one by `model: NAME` (default: "
+        "none)",
+    )
+    lora_root: str | None = setting(
+        None,
+        group="engine",
+        rare=True,
+        metavar="DIR",
+        help="folder below which adapters may be loaded while the server runs (default: none may)",
+    )
+    max_loras: int = setting(
+        8,
+        group="engine",
+        rare=True,
+        metavar="N",
+        at_least=1,
+        at_most=1024,
+        help="adapters on the device at once; more of them take turns (default: %(default)s)",
+    )
+    max_lora_rank: int = setting(
+        64,
+        group="engine",
+        rare=True,
+        metavar="R",
+        at_least=1,
+        at_most=512,
+        help="the highest rank of an adapter, for which each of --max-loras has room (default: %(default)s)",
+    )
     enable_return_hidden_states: bool = setting(
         False,
         group="engine",
@@ -216,6 +263,10 @@ class EngineConfig:
             meeting_place(self.dist_init_addr)
         elif self.nnodes > 1:
             raise ConfigError("--nnodes needs --dist-init-addr, the address of the first machine")
+
+    @property
+    def serves_adapters(self) -> bool:
+        return bool(self.lora_modules or self.lora_root)
 
     @property
     def ranks_here(self) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from treeline_runtime.kvcache.pool import KVPool
+
+if TYPE_CHECKING:
+    from treeline_runtime.models.lora import AdapterStep
 
 
 class Attends(Protocol):
@@ -29,7 +32,7 @@ class Attends(Protocol):
 
 @dataclass(slots=True)
 class Context:
-    """A step besides its input: attention, angles."""
+    """A step besides its input: attention, angles, adapters."""
 
     attention: Attends
     plan: Any
@@ -41,5 +44,7 @@ class Context:
     sin: torch.Tensor
     unfinite: torch.Tensor | None = None
     """(tokens,) int32, zeros; fused operations write 1 where keys or values are not finite."""
+    adapters: AdapterStep | None = None
+    """None: no row has one."""
     room: torch.Tensor | None = None
     """(tokens, hidden): if given, the next sublayer's result is best put here, where other ranks read it."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
+from treeline_wire.namespaces import adapter_of
+
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ class Req:
     max_new_tokens: int
     """The user's limit, or less where the context ends."""
     namespace: str | None = None
+    adapter: str | None = None
+    """The digest of its LoRA adapter, which its namespace contains; None: the model itself."""
     client: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
@@ -118,6 +122,8 @@ class Req:
 
     # admitted: filled by PrefillManager and CacheManager
     row: int = -1
+    slot: int = -1
+    """Of its adapter on the device; -1: it has none."""
     num_pages: int = 0
     handle: Node | None = None
     """Its lock on the tree."""
@@ -183,6 +189,7 @@ class Req:
             stop_ids=stop_ids,
             max_new_tokens=max_new_tokens,
             namespace=message.namespace,
+            adapter=adapter_of(message.namespace),
             client=message.client,
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,

@@ -33,9 +33,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
 from treeline_runtime.download import repository
-from treeline_runtime.messages import FinishReason, LoadUpdate
+from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
+from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server.formats import Formats, formats_of
 from treeline_runtime.server.limits import ByteBudget
 from treeline_runtime.server.metrics import Metrics

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from treeline_runtime import messages
+from treeline_runtime import messages, published
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """A child's loop runs: every half second, and when the scheduler's load changed (at most 20 a second)."""
 
     process: str
-    load: messages.LoadUpdate | None = None
+    load: published.LoadUpdate | None = None
 
 
 class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
@@ -67,7 +67,7 @@ ToHttp = messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat
 
 decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
 decode_to_publisher = msgspec.msgpack.Decoder(
-    messages.CacheUpdate | messages.LoadUpdate | messages.DrainReq | AnnouncedReq
+    published.CacheUpdate | published.LoadUpdate | messages.DrainReq | AnnouncedReq
 ).decode
 
 

@@ -19,19 +19,13 @@ from treeline_runtime.config import ConfigError
 from treeline_runtime.ipc import HEARTBEAT_S, Addresses, Failed, Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.kvcache.remote import RemotePages
 from treeline_runtime.listeners import EventsError, open_keys
-from treeline_runtime.messages import (
-    FromScheduler,
-    LoadUpdate,
-    StepRow,
-    ToPublisher,
-    ToScheduler,
-    decode_to_scheduler,
-)
+from treeline_runtime.messages import FromScheduler, StepRow, ToScheduler, decode_to_scheduler
 from treeline_runtime.models import ModelError
 from treeline_runtime.models.loader import resolve_device
 from treeline_runtime.models.shards import Rank
 from treeline_runtime.page_server import PageServer
 from treeline_runtime.processes import ChildSpec, StartError, last_words, run_child
+from treeline_runtime.published import LoadUpdate, ToPublisher
 from treeline_runtime.scheduler import start
 from treeline_runtime.scheduler.peers import Peers
 from treeline_runtime.scheduler.ranks.protocol import GroupFailed
@@ -138,7 +132,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     try:
         config = config_of(spec)
         scheduler = start(config, transport, peers=transport.peers() if config.shares_experts else None)
-        limits = scheduler.limits.as_dict()
+        limits = scheduler.limits.as_dict() | {"adapters": scheduler.adapters.names}
         with ExitStack() as stack:
             if (tiers := scheduler.cache.tiers) is not None:
                 tiers.store.remote = RemotePages(context, open_keys(spec.args)[0])

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.messages import AbortReq, FromScheduler, ToPublisher, ToScheduler
+from treeline_runtime.messages import AbortReq, FromScheduler, ToScheduler
+from treeline_runtime.published import ToPublisher
 from treeline_runtime.scheduler import Scheduler, start
 from treeline_runtime.scheduler.processors import Processors
 from treeline_runtime.scheduler.ranks.protocol import GroupFailed

@@ -239,6 +239,7 @@ class Server:
         scheduler = min(schedulers, key=lambda info: info["longest_request"])  # a request may go to any rank
         publisher = self._ready.get(self._ranks[0].name("publisher"))
         service.limits = Limits(scheduler["context_length"], scheduler["longest_request"], args.dp_size)
+        self._state.adapters = scheduler.pop("adapters")
         self._probes.scheduler_info = scheduler
         self._probes.kv_events = None if publisher is None else _kv_events(publisher, args)
         self._pool.start()

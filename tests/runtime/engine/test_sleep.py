@@ -14,9 +14,10 @@ from support.runtime_engine import Harness, dummy_model, prompt, write_config
 from support.runtime_server import make_checkpoint
 from treeline_runtime import Engine, GenerationError, SamplingParams
 from treeline_runtime.config import ConfigError, SchedulerConfig
-from treeline_runtime.messages import Cleared, GenerateReq, SleepReq, UpdateWeightsReq, WakeReq
+from treeline_runtime.messages import GenerateReq, SleepReq, UpdateWeightsReq, WakeReq
 from treeline_runtime.models.offload import Offloaded, size_of, tensors_of
 from treeline_runtime.ops import onednn
+from treeline_runtime.published import Cleared
 from treeline_runtime.scheduler.executor import Executor
 
 pytestmark = pytest.mark.deep

@@ -8,7 +8,7 @@ from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.kvcache import Node, Pages, RadixCache, key_of
 from treeline_runtime.kvcache.node import EVICTION_POLICIES, EvictionQueue
 from treeline_runtime.kvcache.radix import common_prefix, tokens_of
-from treeline_runtime.messages import Cleared, Removed, Stored
+from treeline_runtime.published import Cleared, Removed, Stored
 from treeline_wire.events import block_hash, hash_of, root_digest
 
 

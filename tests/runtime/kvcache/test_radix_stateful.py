@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 from treeline_runtime.kvcache import Node, PagePool, RadixCache, key_of
 from treeline_runtime.kvcache.node import EVICTION_POLICIES
-from treeline_runtime.messages import Cleared, Removed, Stored
+from treeline_runtime.published import Cleared, Removed, Stored
 from treeline_wire.events import block_hash, hash_of, root_digest
 
 NUM_PAGES = 40

@@ -44,6 +44,17 @@ def test_the_servers_arguments_are_the_schedulers_settings():
     assert dataclasses.replace(args, model="/models/m").model == "/models/m"
 
 
+def test_adapters_are_named_in_either_spelling_several_at_once(capsys: pytest.CaptureFixture[str]):
+    assert parse_args(["m"]).lora_modules == ()
+    assert not parse_args(["m"]).serves_adapters
+    for flag in ("--lora-modules", "--lora-paths"):
+        assert parse_args(["m", flag, "a=/x", "b=y=z", flag, "c=."]).lora_modules == ("a=/x", "b=y=z", "c=.")
+    for wrong in ("a", "=path", "a=", "x" * 300 + "=p", "a\n=p"):
+        with pytest.raises(SystemExit):
+            parse_args(["m", "--lora-modules", wrong])
+        assert "expected NAME=PATH" in capsys.readouterr().err
+
+
 def test_secrets_are_not_shown():
     shown = ServerArgs(model="m", api_key="a", admin_key="b").public()
     assert (shown["api_key"], shown["admin_key"], shown["model"]) == ("(set)", "(set)", "m")

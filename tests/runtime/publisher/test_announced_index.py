@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.publisher import Cache, Consumer, Cutting, TrustingReencoder
-from treeline_runtime.messages import Cleared, Copied, Removed, Stored
+from treeline_runtime.published import Cleared, Copied, Removed, Stored
 from treeline_runtime.publisher.announced_index import AnnouncedIndex, parents_first, runs
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.namespaces import join_namespace

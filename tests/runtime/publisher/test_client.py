@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.publisher import Cache, Consumer, TrustingReencoder
-from treeline_runtime.messages import CacheUpdate, Cleared, LoadUpdate, Stored
+from treeline_runtime.published import CacheUpdate, Cleared, LoadUpdate, Stored
 from treeline_runtime.publisher.announced_index import AnnouncedIndex
 from treeline_runtime.publisher.client import Block, PublisherClient, stored_runs
 

@@ -14,7 +14,7 @@ import zmq
 from support.engine_wheels import load, needs_engine_wheels
 from support.publisher import PublisherProcess, receive
 from support.runtime_server import make_tokenizer
-from treeline_runtime.messages import Cleared, Removed, Stored
+from treeline_runtime.published import Cleared, Removed, Stored
 
 pytestmark = [needs_engine_wheels, pytest.mark.integration, pytest.mark.deep]
 

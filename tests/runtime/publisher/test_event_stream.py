@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.publisher import Cache, Consumer, Cutting, TrustingReencoder
-from treeline_runtime.messages import CacheUpdate, Copied, Removed, Stored
+from treeline_runtime.published import CacheUpdate, Copied, Removed, Stored
 from treeline_runtime.publisher.announced_index import AnnouncedIndex
 from treeline_runtime.publisher.streams import EventStream
 from treeline_wire import frames

@@ -3,7 +3,7 @@ ended."""
 
 from __future__ import annotations
 
-from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.published import LoadUpdate
 from treeline_runtime.publisher.streams import HEARTBEAT_S, MIN_INTERVAL_S, LoadStream
 from treeline_wire import frames
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load

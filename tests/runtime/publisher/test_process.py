@@ -17,7 +17,8 @@ from support.runtime_server import eventually, make_tokenizer
 from treeline_runtime.ipc import (
     Failed,
 )
-from treeline_runtime.messages import DrainReq, LoadUpdate, Removed
+from treeline_runtime.messages import DrainReq
+from treeline_runtime.published import LoadUpdate, Removed
 from treeline_wire import frames
 from treeline_wire.events import decode_batch
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load

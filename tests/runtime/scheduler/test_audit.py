@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.runtime_engine import Harness, prompt, write_config
-from treeline_runtime.messages import AbortReq, DrainReq, FlushReq, SleepReq, Stored
+from treeline_runtime.messages import AbortReq, DrainReq, FlushReq, SleepReq
+from treeline_runtime.published import Stored
 from treeline_runtime.scheduler.audit import COARSE_LIMIT, LIMITS, MOST_WAITING, difference
 from treeline_runtime.scheduler.scheduler import Scheduler
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.runtime_engine import Harness, prompt
-from treeline_runtime.messages import AbortReq, CacheUpdate, Cleared, DrainReq, FlushReq, Removed, Stored
+from treeline_runtime.messages import AbortReq, DrainReq, FlushReq
+from treeline_runtime.published import CacheUpdate, Cleared, Removed, Stored
 from treeline_runtime.scheduler.reports import SchedulerStats
 
 

@@ -16,7 +16,8 @@ from support.runtime_constraints import Constrained, Rule, Toy, alternating, fol
 from support.runtime_engine import VOCAB, Harness, prompt
 from support.runtime_grammars import WithGrammars
 from support.runtime_graphs import ComputedGraphs
-from treeline_runtime.messages import Grammar, Speculated, Stored, TokenOut
+from treeline_runtime.messages import Grammar, Speculated, TokenOut
+from treeline_runtime.published import Stored
 from treeline_runtime.scheduler import drafting
 from treeline_runtime.scheduler.drafting import Speculation
 

@@ -11,13 +11,8 @@ from support.runtime_engine import Harness, prompt
 from support.tiered_engine import DISK, PROMPTS, Held, answers, engine, report, round_of, steps
 from treeline_runtime.kvcache import key_of, store
 from treeline_runtime.kvcache.disk import DiskTier
-from treeline_runtime.messages import (
-    Copied,
-    DrainReq,
-    FlushReq,
-    Removed,
-    Stored,
-)
+from treeline_runtime.messages import DrainReq, FlushReq
+from treeline_runtime.published import Copied, Removed, Stored
 from treeline_runtime.scheduler import tiers
 from treeline_runtime.scheduler.tiers import STALLED_S
 from treeline_wire.events import hash_of

@@ -12,7 +12,8 @@ import pytest
 from support.fake_scheduler import Magic
 from support.runtime_server import eventually, running
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.messages import BatchTextOut, FinishReason, LoadUpdate, TextOut
+from treeline_runtime.messages import BatchTextOut, FinishReason, TextOut
+from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server import probes as health
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import Generations

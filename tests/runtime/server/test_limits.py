@@ -236,7 +236,7 @@ async def test_large_or_slow_bodies_are_read_in_a_process(body: bytes, where: st
             read.append("here")
             return Answered(b"")
 
-    service: Any = SimpleNamespace(pool=Pool(), reader=Here(), limits=None)
+    service: Any = SimpleNamespace(pool=Pool(), reader=Here(), limits=None, state=State())
     await Service.read(service, asking(body=body), "chat")
     assert read == [where]
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from support.runtime_server import ServerProcess, eventually, running
-from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server.metrics import Metrics
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"

@@ -2,7 +2,8 @@
 
 Made from the client (by its API key), the caller's salt and the LoRA adapter. A salt alone is its own namespace, equal
 to the `cache_salt` of SGLang's events. All others start with NUL and continue as JSON; a salt that starts with NUL is
-also written that way, so no caller can forge another's namespace. Our runtime publishes its namespace as `cache_salt`.
+also written that way, so no caller can forge another's namespace. Our runtime publishes its namespace as `cache_salt`;
+the adapter in it is the digest of its files, whose name the events have as `lora_name`.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ class Setting:
     """Its group in `--help`. None: no flag, for Python only."""
     flag: str | None = None
     """The flag's name if that differs from the field's."""
+    also: str | None = None
+    """Another name of the flag."""
     metavar: str | None = None
     at_least: float | None = None
     above: float | None = None
@@ -46,6 +48,8 @@ class Setting:
     given with or without a value."""
     repeated: bool = False
     """A tuple field: the given values, each once, or else the default."""
+    several: bool = False
+    """The same, where one flag takes several values."""
     either: bool = False
     """A bool with a second flag `--no-NAME`."""
     env: str | None = None
@@ -86,7 +90,7 @@ def check(value: Any) -> None:
     choices = _choices_of(kind)
     for name, (_, words) in settings_of(kind).items():
         found = getattr(value, name)
-        for one in found if words.repeated else (found,):
+        for one in found if words.repeated or words.several else (found,):
             if problem := _out_of_bounds(words, one) or _no_choice(choices[name], one):
                 raise ConfigError(f"{name} {problem}")
 
@@ -112,7 +116,8 @@ def add_flags(
             flag = _flag(name, words)
             default = environ.get(words.env or "") or field.default
             said = argparse.SUPPRESS if short and words.rare else words.help
-            target.add_argument(flag, help=said, **_argument(words, hints[name], default))
+            flags = (flag, words.also) if words.also else (flag,)
+            target.add_argument(*flags, help=said, **_argument(words, hints[name], default))
 
 
 def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +127,7 @@ def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
         dest = _flag(name, words).removeprefix("--").replace("-", "_")
         if dest in given:
             value = getattr(given, dest)
-            found[name] = tuple(dict.fromkeys(value)) or field.default if words.repeated else value
+            found[name] = tuple(dict.fromkeys(value)) or field.default if words.repeated or words.several else value
     return found
 
 
@@ -141,6 +146,8 @@ def _argument(words: Setting, hint: Any, default: Any) -> dict[str, Any]:
         found |= {"nargs": "?", "const": True}
     if words.repeated:
         found |= {"action": "append", "default": []}
+    if words.several:
+        found |= {"action": "extend", "nargs": "+", "default": []}
     return found | {"type": _parser(words, hint), "metavar": words.metavar, "choices": _choices(words, hint)}
 
 

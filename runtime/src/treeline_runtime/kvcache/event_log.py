@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from treeline_wire.events import hash_of
 
-from treeline_runtime.messages import CacheEvent, Cleared, Copied, Medium, Removed, Stored
+from treeline_runtime.published import CacheEvent, Cleared, Copied, Medium, Removed, Stored
 
 
 class EventLog:

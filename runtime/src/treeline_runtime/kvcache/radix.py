@@ -31,7 +31,7 @@ from treeline_wire.events import block_hash, hash_of, root_digest
 from treeline_runtime.kvcache.event_log import EventLog
 from treeline_runtime.kvcache.node import EVICTION_POLICIES, EvictionQueue, Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
-from treeline_runtime.messages import CacheEvent, Stored
+from treeline_runtime.published import CacheEvent, Stored
 
 TOKEN_BYTES = 4
 

@@ -22,7 +22,8 @@ CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
 FOREIGN_FILES = {
     "hf_quant_config.json": "ModelOpt's quantised checkpoints are not supported ({} is there)",
     "quantize_config.json": "GPTQ's quantised checkpoints are not supported ({} is there)",
-    "adapter_config.json": "adapters are not supported ({} is there): merge the adapter into the model",
+    "adapter_config.json": "this is an adapter ({} is there): serve its base model with --lora-modules NAME=PATH, or "
+    "merge the adapter into the model",
 }
 """Files beside config.json that change the meaning of the weights."""
 

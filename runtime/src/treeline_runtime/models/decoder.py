@@ -9,15 +9,17 @@ Tensors are flat over the step: (tokens, …). Projections with the same input a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from treeline_runtime.collectives import Ranks
 from treeline_runtime.context import Context
+from treeline_runtime.models.adapters import Site, site_of
 from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.product import Sizes, cut_of, float_product, kv_scales, new_product, stack
 from treeline_runtime.models.rope import rope_tables
@@ -49,6 +51,7 @@ class Linear:
         unit: int = 1,
     ) -> None:
         self._product = new_product(weights, ops, prefix, names, size, split, unit)
+        self.site = site_of(prefix, names, size, [cut_of(weights, each, size, split, unit) for each in names.values()])
         self._bias: torch.Tensor | None = None
         if bias:
             parts = []
@@ -58,9 +61,14 @@ class Linear:
             if split != INPUTS or weights.rank.index == 0:  # to a sum it is added once
                 self._bias = stack(parts)
 
-    def __call__(self, x: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, adapters: AdapterStep | None = None, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """room: may be used for the result."""
-        return self._product(x, self._bias, room)
+        y = self._product(x, self._bias, room)
+        if adapters is not None:
+            adapters.add(self.site, x, y)
+        return y
 
 
 def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int, cut: Cut | None = None) -> torch.Tensor:
@@ -114,12 +122,17 @@ class Attention:
             int(is_local),
         )
 
+    @property
+    def sites(self) -> list[Site]:
+        return [self._qkv.site, self._o.site]
+
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        qkv = self._qkv(x)
+        qkv = self._qkv(x, context.adapters)
         if self._norm_over_ranks is not None:
             self._norm_over_ranks(qkv)
         q, k, v = self._ops.rotate_and_store(qkv, self._heads, self._layer, context)
-        return self._o(context.attention.forward(self._layer, q, k, v, context.plan, self._sinks), context.room)
+        heads = context.attention.forward(self._layer, q, k, v, context.plan, self._sinks)
+        return self._o(heads, context.adapters, context.room)
 
 
 class NormOverRanks:
@@ -162,8 +175,23 @@ class FeedForward:
         self._gate_up = Linear(weights, ops, prefix, sizes, hidden, bias=bias, split=OUTPUTS)
         self._down = Linear(weights, ops, prefix, {"down_proj": (hidden,)}, inner, bias=bias, split=INPUTS)
 
+    @property
+    def sites(self) -> list[Site]:
+        return [self._gate_up.site, self._down.site]
+
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        return self._down(self._ops.gate(self._gate_up(x), self._activation), context.room)
+        inner = self._ops.gate(self._gate_up(x, context.adapters), self._activation)
+        return self._down(inner, context.adapters, context.room)
+
+
+class Computes(Protocol):
+    """Attention or a feed-forward: (tokens, hidden) → what is added to it."""
+
+    @property
+    def sites(self) -> list[Site]:
+        """Where adapters may add to it."""
+
+    def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +199,7 @@ class Sublayer:
     """Reads the residual stream and adds to it; with optional norms before and after."""
 
     before: torch.Tensor | None
-    compute: Callable[[torch.Tensor, Context], torch.Tensor]
+    compute: Computes
     after: torch.Tensor | None
 
 
@@ -193,9 +221,7 @@ class Layer:
         )
 
     @staticmethod
-    def new_feed_forward(
-        config: ModelConfig, weights: Weights, ops: Ops, layer: int
-    ) -> Callable[[torch.Tensor, Context], torch.Tensor]:
+    def new_feed_forward(config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> Computes:
         return FeedForward(
             weights,
             ops,
@@ -248,6 +274,11 @@ class Decoder:
         cos, sin = zip(*tables, strict=True)
         self.rope = torch.stack(cos), torch.stack(sin)
         """Cosines and sines, each (ropes, positions, rotated elements of a head)."""
+
+    @property
+    def sites(self) -> list[Site]:
+        """Where adapters may add to the own layers."""
+        return [site for layer in self._layers for one in layer.sublayers for site in one.compute.sites]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (tokens,) → (tokens, hidden), a new tensor: the input of the stage's first layer."""

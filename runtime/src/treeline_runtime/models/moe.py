@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from treeline_runtime.collectives import Ranks, Stage
 from treeline_runtime.context import Context
+from treeline_runtime.models.adapters import Site
 from treeline_runtime.models.config import ModelConfig
-from treeline_runtime.models.decoder import Decoder, FeedForward, Layer, Linear
+from treeline_runtime.models.decoder import Computes, Decoder, FeedForward, Layer, Linear
 from treeline_runtime.models.model_config import MoeConfig
 from treeline_runtime.models.shards import INPUTS, OUTPUTS, WHOLE, Cut
 from treeline_runtime.models.weights import Weights
@@ -62,6 +63,11 @@ class Moe:
         self._ops, self._top_k, self._normalise = ops, moe.top_k, moe.normalise
         self._router, self._experts, self._shared = router, experts, shared
         self.exchange: Exchange | None = None
+
+    @property
+    def sites(self) -> list[Site]:
+        """Only of the expert for every token."""
+        return [] if self._shared is None else self._shared[1].sites
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         def routed(x: torch.Tensor) -> torch.Tensor:
@@ -156,9 +162,7 @@ class MoeLayer(Layer):
     """With experts or dense."""
 
     @staticmethod
-    def new_feed_forward(
-        config: ModelConfig, weights: Weights, ops: Ops, layer: int
-    ) -> Callable[[torch.Tensor, Context], torch.Tensor]:
+    def new_feed_forward(config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> Computes:
         moe = config.moe
         if moe is None or layer not in moe.layers:
             return Layer.new_feed_forward(config, weights, ops, layer)

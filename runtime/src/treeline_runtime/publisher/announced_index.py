@@ -15,17 +15,18 @@ cache's pages after every update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.namespaces import adapter_of
 
-from treeline_runtime.messages import CacheEvent, Cleared, Copied, Medium, Removed, Stored
+from treeline_runtime.published import CacheEvent, Cleared, Copied, Medium, Removed, Stored
 
 CUT_TOKENS = 3
 """A UTF-8 character has at most 4 bytes, so at most the last 3 tokens may contain an unfinished one."""
+_NO_NAMES: Mapping[str, str] = {}
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -46,6 +47,8 @@ class AnnouncedIndex:
     def __init__(self, reencoder: TokenizerReencoder) -> None:
         self._reencoder = reencoder
         self._pages: dict[int, Page] = {}
+        self.names: dict[str, str] = {}
+        """Digest of an adapter → its name."""
         self._below: dict[Medium, dict[int, Page]] = {"CPU": {}, "DISK": {}}
         """Announced pages of lower tiers, the faster one first."""
 
@@ -104,7 +107,7 @@ class AnnouncedIndex:
                 if reachable:
                     fresh.append(page)
             parent = block
-        return list(runs(fresh))
+        return list(runs(fresh, names=self.names))
 
     def _copy(self, event: Copied) -> list[WireEvent]:
         tiers = [self._pages, *self._below.values()]
@@ -114,7 +117,7 @@ class AnnouncedIndex:
             if page is not None and page.announced and block not in there:
                 there[block] = page
                 fresh.append(page)
-        return list(runs(fresh, event.medium))
+        return list(runs(fresh, event.medium, names=self.names))
 
     def _agreed_len(self, event: Stored) -> int:
         if event.output_from >= len(event.token_ids):
@@ -160,27 +163,30 @@ def parents_first(pages: dict[int, Page]) -> Iterator[Page]:
         yield from reversed(path)
 
 
-def runs(pages: Iterable[Page], medium: Medium = "GPU", longest: int = 1024) -> Iterator[BlockStored]:
-    """Pages of a tier → events: consecutive pages share an event of at most `longest` pages."""
+def runs(
+    pages: Iterable[Page], medium: Medium = "GPU", longest: int = 1024, names: Mapping[str, str] = _NO_NAMES
+) -> Iterator[BlockStored]:
+    """Pages of a tier → events: consecutive pages share an event of at most `longest` pages. names: of adapters."""
     run: list[Page] = []
     for page in pages:
         joins = run and page.parent == run[-1].hash and page.namespace == run[-1].namespace
         if run and (not joins or len(run) >= longest):
-            yield _stored(run, medium)
+            yield _stored(run, names, medium)
             run = []
         run.append(page)
     if run:
-        yield _stored(run, medium)
+        yield _stored(run, names, medium)
 
 
-def _stored(run: list[Page], medium: Medium) -> BlockStored:
+def _stored(run: list[Page], names: Mapping[str, str], medium: Medium) -> BlockStored:
+    adapter = adapter_of(run[0].namespace)
     return BlockStored(
         block_hashes=[page.hash for page in run],
         parent_block_hash=run[0].parent,
         token_ids=[token for page in run for token in page.tokens],
         block_size=len(run[0].tokens),
         medium=medium,
-        lora_name=adapter_of(run[0].namespace),
+        lora_name=None if adapter is None else names.get(adapter, adapter),
         cache_salt=run[0].namespace,
     )
 

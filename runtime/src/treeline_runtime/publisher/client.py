@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from treeline_runtime.messages import CacheUpdate, Cleared, LoadUpdate, Stored
+from treeline_runtime.published import CacheUpdate, Cleared, LoadUpdate, Stored
 
 Block = tuple[int, int | None, list[int], str | None]
 """(hash, parent hash, tokens, namespace) of a cached page."""

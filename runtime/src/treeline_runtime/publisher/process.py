@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 
 from treeline_runtime import ipc
 from treeline_runtime.listeners import open_keys
-from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
+from treeline_runtime.messages import DrainReq, Reply
 from treeline_runtime.processes import ChildSpec, StartError, run_child
+from treeline_runtime.published import CacheUpdate, LoadUpdate
 from treeline_runtime.publisher.announced_index import AnnouncedIndex, TokenizerReencoder
 from treeline_runtime.publisher.peers import LOOK_S, Peers
 from treeline_runtime.publisher.streams import EventStream, LoadStream, Message
@@ -159,6 +160,7 @@ class Publisher:
                 if live is not None:
                     self._events.send_multipart(live, zmq.NOBLOCK)  # PUB never blocks: it drops at the mark
             case LoadUpdate():
+                self._stream.index.names |= {digest: name for name, digest in message.digests.items()}
                 self._load.on_load(message, time.monotonic())
             case DrainReq():
                 self._load.on_draining()

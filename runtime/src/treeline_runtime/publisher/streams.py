@@ -19,7 +19,7 @@ from treeline_wire import frames
 from treeline_wire.events import encode_batch
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad, encode
 
-from treeline_runtime.messages import CacheUpdate, LoadUpdate, Medium
+from treeline_runtime.published import CacheUpdate, LoadUpdate, Medium
 from treeline_runtime.publisher.announced_index import AnnouncedIndex, Page, parents_first, runs
 
 RING_BATCHES = 10_000
@@ -91,7 +91,7 @@ class EventStream:
         for medium, pages in tiers.items():
             ordered = parents_first(pages)
             while chunk := list(itertools.islice(ordered, SNAPSHOT_PAGES_A_CHUNK)):
-                yield frames.encode_reply(frames.SnapshotChunk(list(runs(chunk, medium))))
+                yield frames.encode_reply(frames.SnapshotChunk(list(runs(chunk, medium, names=self.index.names))))
         yield frames.encode_reply(frames.SnapshotEnd())
 
 
@@ -167,6 +167,7 @@ class LoadStream:
             seq=seq,
             draining=load.draining or self._draining or self._load.asleep > 0,
             in_flight=_in_flight(self._load),
+            adapters=sorted(self._load.digests),
         )
 
 

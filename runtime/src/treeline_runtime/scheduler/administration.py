@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from treeline_runtime import messages
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.kvcache.page import PageFormat, format_of
+from treeline_runtime.models.adapters import Adapter, read_adapter
 from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import architecture_of, load_model, resolve_device
@@ -67,6 +68,9 @@ class Residence:
         self._peers = peers
         self._architecture = architecture_of(config)
         self._model: Decoder | None = model
+        self._sites = model.sites
+        self.adapters: dict[str, Adapter] = {}
+        """On the host, by digest; of this rank."""
         self._offloaded: Offloaded | None = None
         self._executor: Executor | None = self._new_executor(model)
         self.level = AWAKE
@@ -176,6 +180,30 @@ class Residence:
         elif self._model is None:
             self._model = load(self._config, self._group)
 
+    def read_adapter(self, folder: str) -> Adapter:
+        """This rank's part, for `load_adapter`; in any thread. Raises ModelError."""
+        config, limits, layers = self._config, self._limits, self._architecture[0].num_layers
+        on_cuda = limits.device.type == "cuda"
+        return read_adapter(Path(folder), self._sites, layers, config.max_lora_rank, limits.dtype, pin=on_cuda)
+
+    def load_adapter(self, place: tuple[str, str], adapter: Adapter | None = None) -> None:
+        """place: folder and digest. adapter: if it was read already. Raises ModelError, and then no rank has it."""
+        self._tell(Call("load_adapter", place))
+        folder, digest = place
+
+        def own() -> Adapter:
+            read = adapter or self.read_adapter(folder)
+            if read.digest != digest:
+                raise ModelError(f"{folder} is being changed, or is not the same on all machines")
+            return read
+
+        with as_one(self._group):
+            self.adapters[digest] = together(self._group, own)[0]
+
+    def drop_adapter(self, digest: str) -> None:
+        self._tell(Call("drop_adapter", digest))
+        del self.adapters[digest]
+
     def _tell(self, call: Call) -> None:
         if self._group is not None:
             self._group.tell(call)
@@ -236,7 +264,7 @@ class Residence:
             as_one(self._group or self._peers),
             told_as_settings("the KV pool, workspaces and graphs", limits.device, sizes),
         ):
-            return Executor(self._config, model, limits, self._group, self._peers)
+            return Executor(self._config, model, limits, self._group, self._peers, self.adapters)
 
 
 def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, served_pools: Pooling | None) -> str:
@@ -381,6 +409,7 @@ class Administration:
         self._check_idle()
         self._audits.drop()
         self._cache.flush()
+        self._cache.slots.reset()
         self._residence.sleep(message.level)
         return {"level": message.level}
 
@@ -396,6 +425,7 @@ class Administration:
         self._residence.check(message.path)
         self._audits.drop()
         self._cache.flush()
+        self._cache.slots.reset()
         try:
             self._residence.update(message.path)
         finally:

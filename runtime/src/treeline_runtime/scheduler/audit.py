@@ -24,13 +24,15 @@ from hashlib import blake2b
 
 import msgspec
 import torch
+from treeline_wire.namespaces import adapter_of
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import NO_MATCH
 from treeline_runtime.kvcache.host import Lower
-from treeline_runtime.messages import AuditCounts, SamplingParams
+from treeline_runtime.messages import SamplingParams
 from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.published import AuditCounts
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.launched import Launched, Sampled
 from treeline_runtime.scheduler.resolve import Resolved
@@ -211,6 +213,7 @@ class CacheAudits:
             stop_ids=frozenset(),
             max_new_tokens=1,
             namespace=audit.namespace,
+            adapter=adapter_of(audit.namespace),
             return_logprob=True,
             top_logprobs_num=TOP,
         )

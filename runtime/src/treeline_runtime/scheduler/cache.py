@@ -1,4 +1,4 @@
-"""Owns all pages: the free list, the radix tree, and what requests hold.
+"""Owns all pages: the free list, the radix tree, and what requests hold, with rows and slots of adapters.
 
     page table of a request:   | in the tree, locked | its own                   |
     in tokens:                 0 …               tree_len …      num_pages x page_size
@@ -9,13 +9,14 @@ Invariant: free + in the tree + held by requests = all pages.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
+from treeline_runtime.scheduler.slots import AdapterSlots
 from treeline_runtime.scheduler.table import TableManager
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class CacheManager:
         self.tree = RadixCache(config.page_size, config.eviction_policy)
         self.keeps = config.prefix_cache != "off"
         """Whether anything gets into the tree."""
+        self.slots = AdapterSlots(config.max_loras)
         self._table = table
         self.tiers: Tiers | None = None
         """What is kept below the device, and copied there or back."""
@@ -71,8 +73,10 @@ class CacheManager:
         return self.keeps and self.tiers is not None and self.tiers.load(req, match)
 
     def admit(self, req: Req, match: Match) -> None:
-        """Gives `req` a row, locks its match, which must be fresh, and marks the rest of its prompt as being filled by
-        it, until that is in the tree or `end_filling`."""
+        """Gives `req` a row and its adapter a slot, locks its match, which must be fresh, and marks the rest of its
+        prompt as being filled by it, until that is in the tree or `end_filling`."""
+        if req.adapter is not None:
+            req.slot = self.slots.take(req.adapter)
         req.row = self._table.alloc(req.tokens)
         req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
@@ -155,6 +159,12 @@ class CacheManager:
             else:
                 self.pool.free(pages)
 
+    def told(self) -> None:
+        """A step with the news of table and slots was launched."""
+        self._table.told()
+        if self.slots.news:
+            self.slots.told()
+
     # ---- the end ------------------------------------------------------------------------------------------
 
     def release(self, req: Req, *, insert: bool) -> Pages:
@@ -172,7 +182,9 @@ class CacheManager:
         self.tree.unlock(req.handle)
         req.handle = None
         self._table.free(req.row)
-        req.row = -1
+        if req.adapter is not None:
+            self.slots.release(req.adapter)
+        req.row = req.slot = -1
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
         return freed
 
@@ -188,6 +200,18 @@ class CacheManager:
 
     # ---- watching -----------------------------------------------------------------------------------------
 
+    def load_fields(self, audited: int) -> dict[str, Any]:
+        """What LoadUpdate has of it and its tiers. audited: pages that an audit holds, which are not in use."""
+        used = self.used_pages - audited
+        return {
+            "pages_used": used,
+            "pages_cached": self.tree.evictable_pages,
+            "pages_total": self.pool.num_pages,
+            "page_size": self.page_size,
+            "tokens_used": used * self.page_size,
+            **({} if self.tiers is None else self.tiers.load_fields()),
+        }
+
     def held_pages(self, req: Req) -> int:
         return req.num_pages - req.tree_len // self.page_size + sum(len(pages) for _, pages in req.deferred)
 
@@ -200,6 +224,7 @@ class CacheManager:
         reqs = list(reqs)
         self.pool.check_integrity()
         self.tree.check_integrity()
+        self.slots.check_integrity()
         if self.tiers is not None:
             self.tiers.store.host.check_integrity()
         held = sum(self.held_pages(r) for r in reqs)

@@ -10,7 +10,7 @@ yet. `launch` computes those logits too, and `sample_delayed` samples them once 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,9 @@ import torch
 from treeline_runtime.attention import Layout, new_attention
 from treeline_runtime.config import EngineConfig
 from treeline_runtime.kvcache import KVPool, Pages
+from treeline_runtime.models.adapters import Adapter
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.lora import AdapterPool
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
 from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
@@ -36,6 +38,7 @@ from treeline_runtime.transfer import Readback, upload
 
 logger = logging.getLogger(__name__)
 
+NO_ADAPTERS: Mapping[str, Adapter] = {}
 _READ_AGAIN_BYTES = 4 << 30
 """Bytes of keys and values that are read in a millisecond, half the time of launching a prompt step."""
 
@@ -50,8 +53,10 @@ class Executor:
         limits: Resolved,
         group: Group | None = None,
         peers: Peers | None = None,
+        adapters: Mapping[str, Adapter] = NO_ADAPTERS,
     ) -> None:
-        """group: other ranks, with parts of the same steps. peers: with steps of their own; they share experts."""
+        """group: other ranks, with parts of the same steps. peers: with steps of their own; they share experts.
+        adapters: those on the host, by digest."""
         shape, device = model.own, limits.device
         self._model = model
         self._group = group
@@ -80,6 +85,10 @@ class Executor:
                 stored=limits.kv_dtype,
                 scales=model.kv_scales,
             )
+            self._adapters, self._slots = adapters, None
+            if config.serves_adapters:
+                room = config.max_loras, config.max_lora_rank
+                self._slots = AdapterPool(model.sites, *room, limits.dtype, device)
             scoring = shape.scoring.within(table.page_table.shape[1] * limits.page_size)
             self._attention = new_attention(config.attention_backend, self.pool, shape.num_heads, scoring)
             self._forward = Forward(model, self._attention, table)
@@ -117,9 +126,15 @@ class Executor:
     def _compute(self, plan: StepPlan, launch: Launch) -> Launched:
         with torch.inference_mode(), self._on_device():
             self._table.write(plan)
+            for slot, digest in plan.slots.items():
+                assert self._slots is not None
+                self._slots.write(slot, self._adapters[digest])
             return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:
+        """Graphs are captured without adapters."""
+        if plan.adapters:
+            return EAGER
         if self._is_decode_graph(plan):
             return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
         size = self._prompts.size_for(plan.num_tokens)
@@ -164,7 +179,10 @@ class Executor:
                 table.on_host(rows),
             )
             of_tokens = cells[:, plan.bounds[begin] : plan.bounds[end]]
-            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size))
+            adapters = None
+            if plan.adapters and self._slots is not None:
+                adapters = self._slots.step(plan.adapters[begin:end], plan.q_lens[begin:end])
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size, adapters))
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 

@@ -12,6 +12,7 @@ import torch
 from treeline_runtime.attention import AttentionBackend, HostPages
 from treeline_runtime.context import Attends, Context
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.ops import Tables
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.plan import StepPlan
@@ -152,7 +153,12 @@ class Forward:
         self._table = table
 
     def hidden(
-        self, rows: torch.Tensor, positions: torch.Tensor, plan: Any, attention: Attends | None = None
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Any,
+        attention: Attends | None = None,
+        adapters: AdapterStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """rows, positions (tokens,) int32: the input's cells → hidden states, whether keys and values are finite.
 
@@ -162,7 +168,7 @@ class Forward:
         tables = Tables(self._table.token_pool, self._table.page_table, page_size, cos, sin)
         found = self._model.ops.look_up(rows, positions, tables)
         attention = self._attention if attention is None else attention
-        context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite)
+        context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite, adapters)
         x = self._model.embed(found.ids)
         ranks = self._model.ranks
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)

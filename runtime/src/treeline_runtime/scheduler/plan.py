@@ -84,6 +84,10 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     """Number among sampled ones → how many of the most likely tokens to report besides its own."""
     input_logprobs: list[InputLogprobs] = []
     hidden: list[int] = []
+    adapters: list[int] = []
+    """The slot of each sequence's adapter, -1: none. []: no sequence has one."""
+    slots: dict[int, str] = {}
+    """Slot → the digest of the adapter that is put there before the step."""
     whole: list[bool] = []
     """For vector models, by sequence: whether the step computes its last token."""
 

@@ -22,7 +22,7 @@ block them. Requests without a client may use all."""
 
 
 MOST_PASSED = 128
-"""Requests that a step passes over because they wait for pages: a step's time does not grow with the queue."""
+"""Requests that a step passes over because they wait for pages or a slot: its time does not grow with the queue."""
 
 
 class QueuedPrefixes:
@@ -88,6 +88,8 @@ class PrefillManager:
         req.waiting_since = self._clock()
         req.uncached_tokens = 0
         self._estimate(req)
+        if req.adapter is not None:
+            self._cache.slots.wait(req.adapter, req.rid, len(req.tokens))
         self.waiting[req.rid] = req
         self._estimated_version = -1
 
@@ -98,6 +100,8 @@ class PrefillManager:
         if self.waiting.pop(req.rid, None) is not None:
             self._uncached_waiting -= req.uncached_tokens
             self._estimated_version = -1
+            if req.adapter is not None:
+                self._cache.slots.leave(req.adapter, req.rid)
             self._order.leave(req)
             if (line := self._replaceable.get(req.client)) is not None:
                 line.leave(req)
@@ -171,6 +175,9 @@ class PrefillManager:
             if tokens_left <= 0 or free_rows <= 0 or self.chunked is not None or passed == MOST_PASSED:
                 break
             if req.awaits_pages(now):
+                continue
+            if req.adapter is not None and not self._cache.slots.admits(req.adapter):
+                passed += bool(running or batch.reqs)  # alone, it goes on to those for whom idle slots are kept
                 continue
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)

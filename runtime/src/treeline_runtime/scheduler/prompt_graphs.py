@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import AttentionBackend
+from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.scheduler.forward import DeviceTables, Forward
 from treeline_runtime.transfer import pinned, upload
 
@@ -200,14 +201,16 @@ class PromptGraphs:
         at = bisect_left(self._sizes, tokens)
         return self._sizes[at] if at < len(self._sizes) else 0
 
-    def hidden(self, cells: npt.NDArray[np.int32], plan: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none. The next step may
-        overwrite the result."""
+    def hidden(
+        self, cells: npt.NDArray[np.int32], plan: Any, size: int, adapters: AdapterStep | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none, as with adapters.
+        The next step may overwrite the result."""
         tokens = cells.shape[1]
         captured = self._captured.get(size)
         if captured is None:
             there = upload(cells, self._device)
-            return self._forward.hidden(there[0], there[1], plan)
+            return self._forward.hidden(there[0], there[1], plan, adapters=adapters)
         padded = self._cells(size)
         padded[:, :tokens] = cells
         captured.cells.copy_(pinned(padded, self._device), non_blocking=True)

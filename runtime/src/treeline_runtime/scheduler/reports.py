@@ -8,18 +8,8 @@ import msgspec
 import numpy as np
 
 from treeline_runtime.core import Req
-from treeline_runtime.messages import (
-    BatchTokenOut,
-    CacheUpdate,
-    FromScheduler,
-    HiddenStates,
-    LoadUpdate,
-    Reply,
-    StateReq,
-    TokenOut,
-    ToPublisher,
-    ToScheduler,
-)
+from treeline_runtime.messages import BatchTokenOut, FromScheduler, HiddenStates, Reply, StateReq, TokenOut, ToScheduler
+from treeline_runtime.published import CacheUpdate, LoadUpdate, ToPublisher
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.launched import Sampled

@@ -28,6 +28,7 @@ from treeline_runtime.memory import (
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
+from treeline_runtime.models.lora import pool_bytes
 from treeline_runtime.scheduler.ranks.protocol import Group, together
 
 CPU_POOL_LIMIT = 1 << 30
@@ -232,6 +233,8 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     context_length = resolve_context_length(config, model.config)
     ranks = max(config.ep_size // config.tp_size, 1)
     reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize, ranks)
+    if config.serves_adapters and not on_cpu:
+        reserved += pool_bytes(model.sites, config.max_loras, config.max_lora_rank, dtype.itemsize)
     token_bytes = bytes_per_token(model.own, kv_dtype.itemsize)
     pages, page_bytes = num_pages(config, model.own, kv_dtype, device, reserved), token_bytes * config.page_size
     return Resolved(

@@ -31,7 +31,6 @@ from treeline_runtime.messages import (
     FinishReason,
     GenerateReq,
     HeardReq,
-    LoadUpdate,
     Reply,
     StateReq,
     StopReq,
@@ -39,6 +38,8 @@ from treeline_runtime.messages import (
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.published import LoadUpdate
+from treeline_runtime.scheduler.adapters import Adapters
 from treeline_runtime.scheduler.administration import AWAKE, Administration, Profiler, Residence
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.audit import CacheAudits, limit_for
@@ -112,6 +113,7 @@ class Scheduler:
         self.profiler = Profiler(limits.device)
         parts = self.residence, self.cache, self.audits, self.profiler
         administration = Administration(*parts, is_idle=lambda: self.is_idle, reply=self.reporter.reply)
+        self.adapters = Adapters(config, *parts[:3], self.grammars, self.reporter.reply, transport.wake)
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
@@ -120,6 +122,7 @@ class Scheduler:
             StateReq: self.reporter.ask,
             DrainReq: self._on_drain,
             **administration.handlers,
+            **self.adapters.handlers,
         }
 
     @property
@@ -128,6 +131,7 @@ class Scheduler:
 
     def close(self) -> None:
         self.grammars.close()
+        self.adapters.close()
         if self.cache.tiers is not None:
             self.cache.tiers.close()
         if self._group is not None:
@@ -147,6 +151,7 @@ class Scheduler:
         for message in messages:
             self._handle(message)
         copied = self.cache.tiers is not None and self.cache.tiers.take()
+        loaded = self.adapters.pending and self.adapters.take_ready()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -157,8 +162,7 @@ class Scheduler:
             self._finish(req, finish)
         if self.audits.req is not None and not self.is_idle:
             self.audits.pause()
-        waited = self._speculation is not None and self._speculation.waits(self.decode.runnable())
-        if waited:
+        if waited := self._speculation is not None and self._speculation.waits(self.decode.runnable()):
             self._process_all_but(0)
         batch = self._next_batch()
         if batch is not None:
@@ -168,7 +172,8 @@ class Scheduler:
         is_called = batch is None and self._peers is not None and self._peers.is_called
         if is_called:
             self.executor.idle()
-        worked = bool(messages or copied or ready or waited or self._pending or self.reporter.has_tokens or is_called)
+        worked = bool(messages or copied or loaded or ready or waited or self._pending or is_called)
+        worked |= self.reporter.has_tokens
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
@@ -239,11 +244,11 @@ class Scheduler:
                 self.decode.running[req.rid] = req
 
     def _compute(self, batch: Batch) -> Launched:
-        plan = plan_of(batch, *self.table.news(), pools=self._pooler is not None)
+        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None)
         if self.config.cache_audit:
             plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)
-        self.table.told()  # only now: a failed launch gets the same writes again
+        self.cache.told()  # only now: a failed launch gets the same writes again
         return launched
 
     def _sample_delayed(self) -> None:
@@ -419,7 +424,7 @@ class Scheduler:
         if self.residence.level != AWAKE:
             return FinishReason("error", message="the engine is asleep", status=503)
         req = self._arrivals.new_req(message)
-        return req if isinstance(req, FinishReason) else self._find_place(req) or req
+        return req if isinstance(req, FinishReason) else self.adapters.refused(req) or self._find_place(req) or req
 
     def _find_place(self, req: Req) -> FinishReason | None:
         """Returns a 503 if the queue is full and no request gives way."""
@@ -465,23 +470,17 @@ class Scheduler:
         return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
-        cache, tiers = self.cache, self.cache.tiers
-        pages_used = cache.used_pages - self.audits.held_pages
         return LoadUpdate(
             running=len(self.decode.running) + (self.prefill.chunked is not None),
             waiting=len(self.prefill.waiting) + len(self.grammars.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
-            pages_used=pages_used,
-            pages_cached=cache.tree.evictable_pages,
-            pages_total=cache.pool.num_pages,
-            page_size=cache.page_size,
-            tokens_used=pages_used * cache.page_size,
             draining=self.draining,
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
+            digests=self.adapters.names,
             **self.stats.load_fields(),
-            **({} if tiers is None else tiers.load_fields()),
+            **self.cache.load_fields(self.audits.held_pages),
         )
 
     def _end_step(self) -> None:

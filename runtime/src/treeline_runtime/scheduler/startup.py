@@ -36,6 +36,7 @@ def start(
         scheduler = Scheduler(config, model, transport, processors=processors, group=group, peers=peers)
         del model  # the scheduler's alone: it may have to let go of it
         scheduler.residence.warm_up()
+        scheduler.adapters.load_now(config.lora_modules)
     except BaseException:
         if group is not None:
             group.close()

@@ -84,8 +84,8 @@ class TableManager:
 NOTHING = Writes()
 
 
-def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> StepPlan:
-    """pools: the model makes vectors."""
+def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], *, pools: bool) -> StepPlan:
+    """slots: see `StepPlan`. pools: the model makes vectors."""
     reqs, starts, ends = batch.reqs, batch.starts, batch.ends
     sampling = batch.sampling
     those = [
@@ -122,6 +122,8 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> Step
             if req.wants_input_logprobs
             and (low := max(req.logprob_start_len - 1, starts[i])) < (high := min(req.prompt_len - 1, ends[i]))
         ]
+    if max(of_reqs := [req.slot for req in reqs]) >= 0:
+        extra["adapters"] = of_reqs
     if pools:
         extra["whole"] = [end == len(req.tokens) for req, end in zip(reqs, ends, strict=True)]
     return StepPlan(
@@ -131,6 +133,7 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> Step
         decodes=batch.phase is Phase.DECODE,
         tokens=tokens,
         pages=pages,
+        slots=slots,
         sampling=sampling,
         temperatures=temperatures,
         seeds=[req.seed for req, _ in those],

@@ -31,7 +31,7 @@ from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Lower, Slab
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore, Workers
-from treeline_runtime.messages import TierLoad
+from treeline_runtime.published import TierLoad
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.launched import Launched

@@ -40,6 +40,7 @@ POLL_S = 0.05
 SILENT = {"silent": True}
 """Data of a reply that did not come."""
 _NAME_CHARS = 256
+AdapterName = Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS)]
 
 
 class SleepQuery(Struct, frozen=True):
@@ -67,6 +68,15 @@ class UpdateBody(Struct, frozen=True):
     abort_all_requests: bool = False
 
 
+class AdapterBody(Struct, frozen=True):
+    lora_name: AdapterName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class AdapterNameBody(Struct, frozen=True):
+    lora_name: AdapterName
+
+
 class ProfileBody(Struct, frozen=True):
     num_steps: Annotated[int, Meta(ge=1, le=messages.MAX_PROFILE_STEPS)] = 100
 
@@ -88,6 +98,8 @@ class Administration:
             (("/sleep",), self.sleep),
             (("/wake_up",), self.wake_up),
             (("/update_weights", "/update_weights_from_disk"), self.update_weights),
+            (("/v1/load_lora_adapter", "/load_lora_adapter"), self.load_adapter),
+            (("/v1/unload_lora_adapter", "/unload_lora_adapter"), self.unload_adapter),
             (("/start_profile",), self.start_profile),
             (("/stop_profile",), self.stop_profile),
         ):
@@ -156,6 +168,71 @@ class Administration:
             )
         seconds = time.monotonic() - started
         return json_answer({"success": True, "weight_version": state.weight_version, "seconds": seconds})
+
+    async def load_adapter(self, asked: Controlling) -> Response:
+        """Loads a LoRA adapter from a folder below --lora-root: requests select it by `model: lora_name`."""
+        body = _body(asked, AdapterBody)
+        service, name = self._service, body.lora_name
+        state, manager = service.state, service.manager
+        if not state.ready:
+            raise ApiError(503, "The model is still loading")
+        if name == service.model_name or not name.isprintable():
+            raise wrong("lora_name", "'lora_name' must be printable, and not the name of the model")
+        if state.adapters.get(name) == "":
+            raise ApiError(409, f"The adapter `{name}` is being unloaded", code="conflict")
+
+        async def load() -> dict[int, messages.Reply]:
+            limit_s = self._args.start_timeout
+            replies = await self._replies(
+                lambda rank: manager.ask(
+                    rank, lambda id: messages.LoadAdapterReq(id, name, body.lora_path), timeout_s=limit_s
+                )
+            )
+            there = [rank for rank, reply in replies.items() if reply.ok]
+            if len(there) == len(replies):
+                state.adapters = state.adapters | {name: (replies[0].data or {})["digest"]}
+            elif name not in state.adapters:  # no rank is to have what others have not
+                await self._unload(name, there)
+            return replies
+
+        _check(await _to_its_end(load()))
+        return self._adapters()
+
+    async def unload_adapter(self, asked: Controlling) -> Response:
+        """Unloads an adapter once its requests have ended; new ones are refused at once."""
+        name = _body(asked, AdapterNameBody).lora_name
+        state = self._service.state
+        digest = state.adapters.get(name)
+        if digest is None:
+            raise ApiError(404, f"No adapter is loaded as `{name}`", param="lora_name", code="model_not_found")
+        if not digest:
+            raise ApiError(409, f"The adapter `{name}` is being unloaded", code="conflict")
+
+        async def unload() -> dict[int, messages.Reply]:
+            state.adapters = state.adapters | {name: ""}
+            replies = await self._unload(name, range(self._args.dp_size))
+            left = {other: known for other, known in state.adapters.items() if other != name}
+            state.adapters = left if all(reply.ok for reply in replies.values()) else left | {name: digest}
+            return replies
+
+        _check(await _to_its_end(unload()))
+        return self._adapters()
+
+    async def _unload(self, name: str, ranks: Sequence[int]) -> dict[int, messages.Reply]:
+        """Asks these ranks until no request there uses the adapter."""
+        manager, replies, left = self._service.manager, dict[int, messages.Reply](), list(ranks)
+        while left:
+            replies |= await self._replies(
+                lambda rank: manager.ask(rank, lambda id: messages.UnloadAdapterReq(id, name)), left
+            )
+            left = [rank for rank, reply in replies.items() if _is_busy(reply)]
+            if left:
+                await asyncio.sleep(POLL_S)
+        return replies
+
+    def _adapters(self) -> Response:
+        loaded = {name: digest for name, digest in self._service.state.adapters.items() if digest}
+        return json_answer({"success": True, "loaded_adapters": loaded})
 
     async def start_profile(self, asked: Controlling) -> Response:
         """Traces the scheduler's next `num_steps` steps into a file in a new folder under TMPDIR."""

@@ -315,8 +315,10 @@ class Model(Struct):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
+    digest: str | UnsetType = UNSET
+    """Of an adapter's files: its identity."""
 
 
 class Models(Struct):

@@ -81,9 +81,9 @@ def rate_limited(message: str, headers: Iterable[Header] = RETRY) -> ApiError:
 class UnknownModel(ApiError):
     """404: a client never gets another model than it named."""
 
-    def __init__(self, name: object, served: str) -> None:
+    def __init__(self, name: object, *served: str) -> None:
         self.name, self.served = short(name), served
-        super().__init__(404, no_such_model(self.name, [served]), param="model", code="model_not_found")
+        super().__init__(404, no_such_model(self.name, served), param="model", code="model_not_found")
 
     def without_picker(self) -> ApiError:
         """The same if no picker was asked: it may be an InferenceModel's name, or another pool's model."""

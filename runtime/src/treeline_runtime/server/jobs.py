@@ -39,6 +39,10 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """The client whose cache the request uses; None means the shared cache."""
     shares_cache: bool = False
     """Cached counts are not reported."""
+    adapters: dict[str, str] = {}
+    """The LoRA adapters that it may ask for: name → digest, "" while it is being unloaded."""
+    adapter: str | None = None
+    """The digest of the one that it asks for."""
     picked: bool = False
     """It comes through our edge, where the picker alone names a data-parallel rank."""
 
@@ -58,6 +62,8 @@ class Generations(_Read, frozen=True, kw_only=True):
     """Generations of a request, of any API: every prompt is answered `n` times."""
 
     rid: str
+    model: str | None = None
+    """The adapter's name, if it asks for one."""
     prompts: list[GenerateReq]
     """The request for each, without `rid`, `client` and `pages_from`."""
     n: int = 1
@@ -206,12 +212,12 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     status: int
     told: dict[str, Any]
     """Message, type, param and code."""
-    unknown_model: tuple[str, str] | None = None
-    """The name and the served name, if the error is an unknown model."""
+    unknown_model: tuple[str, ...] | None = None
+    """The name and the served names, if the error is an unknown model."""
 
     @classmethod
     def of(cls, error: ApiError) -> Refused:
-        name = (error.name, error.served) if isinstance(error, UnknownModel) else None
+        name = (error.name, *error.served) if isinstance(error, UnknownModel) else None
         return cls(error.status, error.told, name)
 
     def error(self) -> ApiError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from treeline_runtime.messages import AuditCounts, LoadUpdate
+from treeline_runtime.published import AuditCounts, LoadUpdate
 
 disable_created_metrics()  # twice the series for nothing that anybody reads
 

@@ -272,7 +272,7 @@ def prompts_in(body: Mapping[str, Any], param: str = "prompt") -> list[Prompt]:
 def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
     """The request's cache namespace. Raises ApiError 400."""
     try:
-        return namespace_of(body, caller.tenant)
+        return namespace_of({**body, "lora_path": caller.adapter}, caller.tenant)
     except PromptError as error:
         raise invalid(error.param, str(error), code=None) from None
 

@@ -22,8 +22,9 @@ from fastapi import APIRouter, Request, Response, Security
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.download import repository
-from treeline_runtime.messages import BatchTextOut, GenerateReq, LoadUpdate, SamplingParams
+from treeline_runtime.messages import BatchTextOut, GenerateReq, SamplingParams
 from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server import answers, schema
 from treeline_runtime.server.dependencies import Checking, Guarded
 from treeline_runtime.server.errors import RETRY, ApiError, wrong
@@ -205,9 +206,9 @@ class Probes:
         """Needs the API key."""
         made = APIRouter(dependencies=[Security(Guarded())])
         _add(made, ("/health_generate",), self.health_generate, "Generates a few tokens", answers.Status)
-        models = "A list with the served model"
+        models = "A list with the served model and its adapters"
         _add(made, ("/v1/models",), self.models, models, answers.Models, schema.OPENAI)
-        _add(made, ("/v1/models/{model:path}",), self.model, "The model", answers.Model, schema.OPENAI)
+        _add(made, ("/v1/models/{model:path}",), self.model, "The model, or an adapter", answers.Model, schema.OPENAI)
         _add(made, ("/v1/loads",), self.loads, "The scheduler's current load")
         _add(made, ("/load",), self.load, "Requests in flight, in vLLM's format", answers.Load)
         return made
@@ -253,22 +254,26 @@ class Probes:
     # ---- information ----------------------------------------------------------------------------------------
 
     async def models(self) -> Response:
-        return json_answer(answers.Models("list", [self._model()]))
+        adapters = (name for name, digest in self._service.state.adapters.items() if digest)
+        return json_answer(answers.Models("list", [self._model(), *map(self._model, adapters)]))
 
     async def model(self, model: str) -> Response:
+        if self._service.state.adapters.get(model):
+            return json_answer(self._model(model))
         self._service.reader.check_model(model)
         return json_answer(self._model())
 
-    def _model(self) -> answers.Model:
+    def _model(self, adapter: str | None = None) -> answers.Model:
         limits, name = self._service.limits, self._service.model_name
         return answers.Model(
-            id=name,
+            id=adapter or name,
             object="model",
             created=int(self._info.started_at),
             owned_by="treeline",
             root=name,
-            parent=None,
+            parent=None if adapter is None else name,
             max_model_len=None if limits is None else limits.context_length,
+            digest=msgspec.UNSET if adapter is None else self._service.state.adapters[adapter],
         )
 
     async def model_info(self) -> Response:

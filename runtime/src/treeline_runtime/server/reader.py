@@ -25,7 +25,16 @@ from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.apis.answers import InputTokens, TokenCount
-from treeline_runtime.server.errors import ApiError, invalid, renamed, renamed_param, unsupported, wrong
+from treeline_runtime.server.errors import (
+    ApiError,
+    UnknownModel,
+    invalid,
+    renamed,
+    renamed_param,
+    short,
+    unsupported,
+    wrong,
+)
 from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
@@ -75,9 +84,16 @@ class Reader(openai.ModelFacts):
         try:
             raw = json_object(body)
             ranks = [(name, raw.pop(name)) for name in RANK_FIELDS if name in raw]
+            adapter = self._take_adapter(raw, caller.adapters)
+            if adapter is not None:
+                caller = replace(caller, adapter=caller.adapters[adapter])
             task = readers[kind](raw, limits, caller)
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply") from None
+        except UnknownModel as error:
+            raise UnknownModel(error.name, self.name, *sorted(caller.adapters)) from None
+        if adapter is not None and isinstance(task, jobs.Generations):
+            task = replace(task, model=adapter)
         for name, rank in ranks:
             if rank is None or limits is None or not isinstance(task, jobs.Generations):
                 continue
@@ -88,6 +104,24 @@ class Reader(openai.ModelFacts):
             else:
                 task = replace(task, rank=rank)
         return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
+
+    def _take_adapter(self, raw: dict[str, Any], adapters: Mapping[str, str]) -> str | None:
+        """Takes the adapter out of a body, and names it: `model: NAME`, or SGLang's `BASE:NAME` and `lora_path`. Raises
+        ApiError 404."""
+        model, path = raw.get("model"), raw.get("lora_path")
+        name, param = model.removeprefix(f"{self.name}:") if isinstance(model, str) else "", "model"
+        if name in adapters:
+            raw["model"] = self.name
+        elif adapters and isinstance(path, str) and path:
+            name, param = path, "lora_path"
+        else:
+            return None
+        raw.pop("lora_path", None)
+        if name not in adapters:
+            raise ApiError(404, f"No adapter is loaded as `{short(name)}`", param=param, code="model_not_found")
+        if not adapters[name]:
+            raise ApiError(404, f"The adapter `{short(name)}` is being unloaded", param=param, code="model_not_found")
+        return name
 
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.CompletionTask:
         body = openai.read_completion(raw, self)

@@ -15,8 +15,9 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
-from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
+from treeline_runtime.messages import FinishReason, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
+from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server import answers, errors
 from treeline_runtime.server.errors import RETRY, ApiError, Header, rate_limited
 from treeline_runtime.server.formats import NO_FORMATS, Formats
@@ -92,6 +93,8 @@ class State:
     """New generations wait for its end: new weights are being loaded."""
     unheard: bool = False
     """The scheduler is busy; missing heartbeats are no failure."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Of LoRA: name → digest, "" while it is being unloaded; replaced as a whole."""
     model_path: str | None = None
     """The directory of the served weights, if they have changed since the start."""
     weight_version: str = "default"
@@ -236,7 +239,7 @@ class Service:
 
     async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
         """Reads the body into a task: here if it is small, else in another process. Raises ApiError."""
-        caller = Caller(asked.tenant, asked.shares_cache, asked.picked)
+        caller = Caller(asked.tenant, asked.shares_cache, self.state.adapters, picked=asked.picked)
         task: Read | None = None
         small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW
         if self.pool is None or small:

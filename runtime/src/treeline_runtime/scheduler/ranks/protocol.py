@@ -69,8 +69,8 @@ class Clear(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Do the same with the residence."""
 
-    name: Literal["sleep", "wake", "update"]
-    argument: int | str | None = None
+    name: Literal["sleep", "wake", "update", "load_adapter", "drop_adapter"]
+    argument: int | str | tuple[str, str] | None = None
 
 
 class Settle(msgspec.Struct, tag=True, array_like=True, frozen=True):

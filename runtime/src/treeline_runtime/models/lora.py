@@ -1,0 +1,133 @@
+"""Applies many adapters in one step: y += B (A x) with the adapter of each row.
+
+Rows are sorted by slot, and two grouped products do the rest: "shrink" by A to the rank, "expand" by B. A step pays for
+the adapters in it, up to their highest rank; rows without one are left out, and a step without any is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from treeline_runtime.config import ConfigError
+from treeline_runtime.models.adapters import Adapter, Site
+from treeline_runtime.transfer import upload
+
+ALIGNED_BYTES, ALIGNED = 16, 8
+"""Grouped products want rows of a multiple of so many bytes, so ranks are padded to a multiple of so many numbers."""
+
+
+def padded(rank: int) -> int:
+    return -(-rank // ALIGNED) * ALIGNED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stack:
+    """A site's matrices in all slots."""
+
+    a: torch.Tensor
+    """(slots, rank, projections, own inputs)"""
+    b: list[torch.Tensor]
+    """For each projection (slots, own outputs, rank)."""
+    used: set[int] = field(default_factory=set)
+    """Slots whose adapter has anything here."""
+
+
+class AdapterPool:
+    """Adapters on the device, in slots of equal size."""
+
+    def __init__(
+        self, sites: Sequence[Site], slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises ConfigError where there are no grouped products of this dtype or of a site's width."""
+        if device.type == "cuda" and dtype != torch.bfloat16:
+            raise ConfigError(f"adapters on a GPU need --dtype bfloat16, not {str(dtype).removeprefix('torch.')}")
+        narrow = next((site for site in sites if site.own_inputs * dtype.itemsize % ALIGNED_BYTES), None)
+        if narrow is not None:
+            raise ConfigError(
+                f"adapters cannot be added to {narrow.names[0]}, which has {narrow.own_inputs} inputs on a rank: their "
+                f"bytes must be a multiple of {ALIGNED_BYTES}"
+            )
+        rank = padded(max_rank)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        self._device, self._slots = device, slots
+        self._ranks = [0] * slots
+        self._stacks = {
+            site.name: _Stack(zeros(rank, len(site.names), site.own_inputs), [zeros(n, rank) for n in site.own_outputs])
+            for site in sites
+        }
+
+    def write(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into a slot, in stream order: steps launched before still have the one before it."""
+        self._ranks[slot] = padded(adapter.rank)
+        for name, stack in self._stacks.items():
+            there = adapter.parts.get(name)
+            if slot in stack.used:  # what another adapter's projections and higher ranks have left
+                for matrix in (stack.a, *stack.b):
+                    matrix[slot].zero_()
+                stack.used.discard(slot)
+            if there is None:
+                continue
+            stack.used.add(slot)
+            for at, (a, b) in there.items():
+                stack.a[slot, : len(a), at].copy_(a, non_blocking=True)
+                stack.b[at][slot, :, : len(a)].copy_(b, non_blocking=True)
+
+    def step(self, slots: list[int], q_lens: list[int]) -> AdapterStep | None:
+        """slots, q_lens: for each sequence the slot of its adapter, -1: none; and its tokens. None if all have none."""
+        of_rows = np.repeat(slots, q_lens)
+        used = set(slots) - {-1}
+        if not used:
+            return None
+        order = np.argsort(of_rows % (self._slots + 1), kind="stable")  # those without one come last
+        ends = np.bincount(of_rows[of_rows >= 0], minlength=self._slots).cumsum()
+        return AdapterStep(
+            self._stacks, used, max(self._ranks[slot] for slot in used), int(ends[-1]),
+            upload(order, self._device), upload(np.argsort(order), self._device),
+            upload(ends.astype(np.int32), self._device),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterStep:
+    """The adapters of a step's rows."""
+
+    _stacks: dict[str, _Stack]
+    _slots: set[int]
+    _rank: int
+    _count: int
+    """Rows with an adapter."""
+    _order: torch.Tensor
+    """All rows by slot, those without an adapter last."""
+    _inverse: torch.Tensor
+    """The place of each row in that order."""
+    _ends: torch.Tensor
+    """(slots,) int32: where each slot's rows end there."""
+
+    def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x (tokens, inputs), y (tokens, outputs of all projections): adds to y what the adapters make of x."""
+        stack, rank = self._stacks[site.name], self._rank
+        if stack.used.isdisjoint(self._slots):
+            return
+        shrink = stack.a[:, :rank].flatten(1, 2).transpose(1, 2)
+        low = F.grouped_mm(x.index_select(0, self._order), shrink, offs=self._ends)
+        lows = low.view(len(low), rank, -1).permute(2, 0, 1).contiguous()
+        begin = 0
+        for low, b in zip(lows, stack.b, strict=True):
+            change = F.grouped_mm(low, b[:, :, :rank].transpose(1, 2), offs=self._ends)
+            change[self._count :] = 0  # rows beyond the last group are undefined
+            y[:, begin : begin + b.shape[1]] += change.index_select(0, self._inverse)  # on a CPU `index_add_` is slow
+            begin += b.shape[1]
+
+
+def pool_bytes(sites: Sequence[Site], slots: int, max_rank: int, element_bytes: int) -> int:
+    """The device memory of an `AdapterPool`."""
+    elements = sum(site.own_inputs * len(site.names) + sum(site.own_outputs) for site in sites)
+    return slots * padded(max_rank) * elements * element_bytes
