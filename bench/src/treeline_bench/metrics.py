@@ -5,38 +5,17 @@ A name may have a tail (a policy, a size) without an entry: `routing.hit_rate` d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from treeline_sim.traces import TRACES
 
+from treeline_bench.engine_metrics import ENGINE, RANKS
+from treeline_bench.figure import BOUND, PAPER, Metric, detail
 from treeline_bench.results import Row
 
-
-@dataclass(frozen=True)
-class Metric:
-    """The meaning of a figure. `reference` is None if it is measured in the same run; `source`: its origin."""
-
-    unit: str
-    meaning: str
-    better: Literal["lower", "higher"]
-    reference: float | None = None
-    source: str = ""
-    beside: str = ""
-    """The reference measured in the same run, in a word."""
-    drawn: bool = True
-    """Whether plots show it."""
-
-
-detail = partial(Metric, drawn=False)
-"""A metric that plots leave out."""
-
 EXPECTED = "expected on 2 cores"
-BOUND = "the bound that was set"
 _ORACLE = "an oracle: each shared prefix is computed once"
 _RANDOM = "random routing, same run"
-_PAPER = "SGLang's paper"
 
 
 def _simulated(trace: str) -> dict[str, Metric]:
@@ -191,159 +170,6 @@ _PICKER = {
     ),
 }
 
-_ENGINE = {
-    "engine.start": detail("s", "to an engine that is ready: random weights, kernels, graphs", "lower"),
-    "engine.decode": Metric(
-        "ms",
-        "a decode step of so many sequences that began with so many tokens",
-        "lower",
-        source="weights and cache moved through memory once, at the speed of a large copy in the same run",
-        beside="floor",
-    ),
-    "engine.prefill": Metric(
-        "tokens/s",
-        "one prompt of so many tokens",
-        "higher",
-        source="its operations at the speed of a large matrix product in the same run",
-        beside="ceiling",
-    ),
-    "engine.first_token": Metric("ms", "from a prompt of so many tokens to its first token, alone", "lower"),
-    "engine.offline": Metric(
-        "tokens/s", "output of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6", "higher"
-    ),
-    "engine.device.copy_tb_s": detail("TB/s", "read and written by a large copy", "higher"),
-    "engine.device.multiply_tflop_s": detail("TFLOP/s", "a matrix product of 8,192³ in bfloat16", "higher"),
-    "server.offline_tokens_s": detail("tokens/s", "output of 256 requests by the engine alone", "higher"),
-    "server.tokens_s": Metric("tokens/s", "output of the same requests through HTTP", "higher"),
-    "server_over_offline": Metric("share", "the one by the other", "higher", source=f"{BOUND} for a GPU"),
-    "start.warm_s": Metric(
-        "s", "a server's start to its first token, kernels compiled before", "lower", source=f"{BOUND} for a GPU"
-    ),
-    "overlap.idle_share": Metric(
-        "share", "of the time the GPU waits for the CPU, while 64 streams decode", "lower", source=BOUND
-    ),
-    "overlap.gap_share": detail(
-        "share", "of the time the GPU waits or is between two kernels of a step, while 64 streams decode", "lower"
-    ),
-    "overlap.step_ms": detail("ms", "a step then, under the profiler", "lower"),
-    "vllm.ours_tokens_s": detail("tokens/s", "output of 256 requests by the engine alone", "higher"),
-    "vllm.offline_tokens_s": detail("tokens/s", "output of the same requests by vLLM", "higher"),
-    "offline.vs_vllm": Metric(
-        "times", "our output tokens a second ÷ vLLM's, 256 offline requests on one GPU", "higher"
-    ),
-    "radix.share": Metric(
-        "share",
-        "of the engine's time spent in the radix tree, where nothing is shared",
-        "lower",
-        0.003,
-        f"0.2 of 74.3 s in {_PAPER}",
-    ),
-    "radix.hit_rate": detail("share", "prompt tokens found in the cache", "higher"),
-    "radix.vs_optimal": detail("share", "of what an unbounded cache of tokens would find", "higher"),
-    "radix.hit_vs_optimal": Metric(
-        "share", f"hit rate ÷ the best possible, mean over the shapes of {_PAPER}", "higher", 0.96, _PAPER
-    ),
-    "tiers.cpu.ttft_ratio": Metric(
-        "×", "time to the first token with a cache on the host ÷ without, beyond what the device holds", "lower", 0.5
-    ),
-    "tiers.cuda.ttft_ratio": Metric("×", "the same on a GPU, of a model shaped like Llama-3.1-8B", "lower", 0.25),
-    "tiers.cpu.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
-    "tiers.cuda.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
-    "tiers.cuda.decode_cost": Metric(
-        "share", "by how much longer running answers take while prompts load", "lower", 0.03
-    ),
-    "tiers.cpu.equal_share": detail("share", "of answers that are the same without the tier", "higher"),
-    "tiers.cuda.equal_share": detail("share", "of answers that are the same without the tier", "higher"),
-    "tiers.cpu.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
-    "tiers.cuda.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
-    "lora.base_share": Metric(
-        "share",
-        "tokens a second without adapters, by an engine that serves them ÷ by one that does not",
-        "higher",
-        0.99,
-        BOUND,
-    ),
-    "lora.throughput_share": Metric(
-        "share", "the same of 32 requests with 100 adapters in 16 slots", "higher", 0.85, f"{BOUND} on a GPU"
-    ),
-    "lora.load_s": detail("s", "to load an adapter of rank 16", "lower"),
-    "pd.itl_p99_ratio": Metric(
-        "×", "time between tokens, 99th percentile, prompts apart ÷ two servers that do both", "lower", 0.5
-    ),
-    "pd.ttft_p50_ratio": Metric("×", "median time to the first token of long prompts, likewise", "lower", 1.1),
-    "pd.transfer_share_of_link": Metric(
-        "share", "of the speed of a copy from GPU to GPU that pages of a prompt reach", "higher", 0.7
-    ),
-    "pd.transfer_gb_s": detail("GB/s", "pages of a prompt on another server's host, until the first token", "higher"),
-    "pd.itl_p99_ms": detail("ms", "between tokens, 99th percentile", "lower"),
-    "pd.ttft_p50_ms": detail("ms", "to the first token of long prompts, median", "lower"),
-    "pd.throughput_ratio": detail("×", "output tokens a second, apart ÷ together", "higher"),
-    "pd.cached_share": detail("share", "of long prompts' tokens that the answering server did not compute", "higher"),
-    "pull.ttft_ratio": Metric(
-        "×", "time to the first token of 4,096 tokens pulled from another server ÷ computed", "lower", 0.6
-    ),
-    "pull.ttft_ms": detail("ms", "to the first token, pulled or computed", "lower"),
-    "pull.cached_share": detail("share", "of the pulled prompts' tokens that were not computed", "higher"),
-    "cpu.tokens_s": detail("tokens/s", "output on a CPU, so many threads and streams", "higher"),
-    "cpu.transformers_tokens_s": detail("tokens/s", "tokens a second by transformers.generate", "higher"),
-    "cpu.vs_transformers": Metric("×", "ours by transformers' in the same run", "higher"),
-    "cpu.vs_transformers_cpu_s": detail("×", "our tokens per CPU-second ÷ those of transformers.generate", "higher"),
-    "structured.jump_forward_speedup": Metric(
-        "×",
-        "tokens a second of JSON with jump-forward, by those without it, by share of forced text; alone: the least",
-        "higher",
-        1.6,
-        f"{BOUND} for 30 % and more",
-    ),
-    "structured.jump_forward_steps": detail("×", "steps without jump-forward by those with it", "higher"),
-    "structured.forced_share": detail("share", "of the tokens then that were not sampled", "higher"),
-    "structured.tokens": detail("tokens", "of an answer, with and without", "lower"),
-    "structured.tpot_ms": detail("ms", "a decode step of so many requests", "lower"),
-    "structured.tpot_ratio": Metric(
-        "×", "a step of requests with grammars by one of free ones", "lower", 1.02, f"{BOUND} for a GPU"
-    ),
-    "structured.cached_schema_ttft_ms": Metric(
-        "ms", "to the first token more, with a schema that is compiled", "lower", 1.0, BOUND
-    ),
-    "structured.jump_us": detail("µs", "to tokenize the end of a sequence again", "lower"),
-    "structured.mask_ms": detail("ms", "a step's masks of so many requests, filled and sent", "lower"),
-    "spec.ngram.speedup": Metric(
-        "×",
-        "tokens a second of answers that repeat themselves with n-gram guesses, by those without, so many at once",
-        "higher",
-        1.5,
-        f"{BOUND} for one at once on a CPU; 1.8 on a GPU",
-    ),
-    "spec.ngram.accept_length": detail("tokens", "that a step with guesses gives a request then", "higher"),
-    "spec.grammar.speedup": Metric(
-        "×",
-        "tokens a second of JSON of which 30 % is forced with guesses and jump-forward, by those with neither",
-        "higher",
-        1.3,
-        f"{BOUND} for 32 at once; 1.6 for one, 1.5 for 8",
-    ),
-    "spec.simulated80.speedup": Metric(
-        "×",
-        "tokens a second with 3 guesses of which 80 % are taken for right, by those without",
-        "higher",
-        1.1,
-        f"{BOUND} for 64 at once; 2.2 for one, 1.6 for 16",
-    ),
-    "corpus.accepted.jsonschemabench": Metric(
-        "share", "schemas of JSONSchemaBench that are accepted, of all or of the part named", "higher", 0.85, BOUND
-    ),
-    "corpus.accepted.maskbench": Metric(
-        "share", "schemas of MaskBench that are accepted, of all or of the part named", "higher", 0.80, BOUND
-    ),
-    "corpus.refused": detail("schemas", "refused for this word, or for what they are", "lower"),
-    "corpus.outputs": detail("texts", "drawn under the masks of what is taken, and ended", "higher"),
-    "corpus.violations": detail("texts", "of these that `jsonschema` says are none", "lower"),
-    "corpus.wrongly_taken": detail("instances", "that are invalid, and are taken", "lower"),
-    "corpus.rightly_taken": detail("share", "of valid instances that are taken", "higher"),
-    "corpus.compile_ms": detail("ms", "CPU time of a compilation", "lower"),
-    "corpus.compile_ms.p99": detail("ms", "CPU time of a compilation, 99th percentile", "lower", 100.0, BOUND),
-}
-
 _BESIDE: dict[str, Any] = {"source": "the other server, same run", "beside": "beside"}
 _SERVING = {
     "serving": Metric("×", "how much better the first server is than another one, same requests and run", "higher"),
@@ -362,14 +188,14 @@ _GAIN = "by those with neither cache nor parallel branches"
 _CALLS = "calls of a black box for three fields of a text, by those with speculation"
 _PROGRAMS = {
     "programs.hit_vs_optimal": detail(
-        "share", "cached tokens by what the best of all caches would have had", "higher", 0.96, f"{_PAPER}: the mean"
+        "share", "cached tokens by what the best of all caches would have had", "higher", 0.96, f"{PAPER}: the mean"
     ),
     "programs.hit_vs_optimal.min": Metric(
         "share",
         "hit rate ÷ the best possible, worst of eleven workloads of programs",
         "higher",
         0.96,
-        f"{_PAPER}: the mean",
+        f"{PAPER}: the mean",
     ),
     "programs.throughput_full_over_none": detail("×", f"programs a second, {_GAIN}", "higher"),
     "programs.throughput_full_over_none.geomean": Metric(
@@ -377,7 +203,7 @@ _PROGRAMS = {
     ),
     "programs.latency_full_over_none": detail("times", f"time of a program that runs alone, {_GAIN}", "lower"),
     "programs.api_speculation_call_ratio": Metric(
-        "×", f"{_CALLS}: the worse of chats and completions", "higher", 3.0, f"{_PAPER}: about three times cheaper"
+        "×", f"{_CALLS}: the worse of chats and completions", "higher", 3.0, f"{PAPER}: about three times cheaper"
     ),
     "programs.api_speculation_call_ratio.chats": detail("×", f"{_CALLS}, chats", "higher"),
     "programs.api_speculation_call_ratio.completions": detail("×", f"{_CALLS}, completions", "higher"),
@@ -462,22 +288,7 @@ HEADLINES = (
 )
 """The rows quoted in the README, in order."""
 
-_RANKS = {name.replace("engine.", "tp2."): each for name, each in _ENGINE.items() if name.startswith("engine.")}
-_RANKS |= {
-    "tp2.vllm.ours_tokens_s": detail("tokens/s", "output of 256 requests by the engine on two GPUs", "higher"),
-    "tp2.vllm.offline_tokens_s": detail("tokens/s", "output of the same requests by vLLM on them", "higher"),
-    "tp2.offline.vs_vllm": Metric(
-        "times", "our output tokens a second ÷ vLLM's, 256 offline requests on two GPUs", "higher", 1.1
-    ),
-    "tp2.endurance.answers": detail("requests", "answered completely by a large model on two GPUs", "higher"),
-    "tp2.endurance.hung_up": detail("requests", "whose client left early", "higher"),
-    "tp2.endurance.retractions": detail("requests", "set aside for want of memory, and answered later", "higher"),
-    "tp2.endurance.tokens_s": detail("tokens/s", "that clients received", "higher"),
-    "tp2.endurance.minutes": detail("min", "until the last client had its answer", "higher"),
-    "tp2.endurance.start_s": detail("s", "to a ready server", "lower"),
-    "tp2.endurance.left": Metric("requests", "and pages that remain after the last answer", "lower", 0.0),
-}
-METRICS: dict[str, Metric] = _ROUTING | _FORMS | _PICKER | _ENGINE | _RANKS | _SERVING | _PROGRAMS | _KUBERNETES
+METRICS: dict[str, Metric] = _ROUTING | _FORMS | _PICKER | ENGINE | RANKS | _SERVING | _PROGRAMS | _KUBERNETES
 
 
 def metric(name: str) -> Metric:

@@ -402,6 +402,7 @@ class SchedulerConfig(EngineConfig):
     logit_processor: tuple[str, ...] = setting(
         (),
         group="engine",
+        rare=True,
         metavar="NAME=module:attribute",
         repeated=True,
         parse=entry,
@@ -412,8 +413,8 @@ class SchedulerConfig(EngineConfig):
     speculative_algorithm: Literal["off", "NGRAM"] = setting(
         "off",
         group="scheduling",
-        help="guess several next tokens of a request and verify them in one step; outputs stay the same. NGRAM = what "
-        "followed where its last tokens were before, in its own text (default: %(default)s)",
+        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text (default: "
+        "%(default)s)",
     )
     speculative_num_draft_tokens: int = setting(
         7,

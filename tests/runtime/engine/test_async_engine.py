@@ -39,7 +39,7 @@ def engine(model: Path) -> Iterator[Engine]:
 
 
 def idle(engine: Engine) -> bool:
-    return engine.scheduler.is_idle and engine.scheduler.cache.used_pages == 0
+    return engine.scheduler.is_idle and engine.scheduler.load().pages_used == 0
 
 
 def test_async_results_equal_synchronous_ones(engine: Engine) -> None:

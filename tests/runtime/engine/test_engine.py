@@ -66,10 +66,10 @@ def test_leaving_a_stream_early_ends_the_request(model: Path) -> None:
     with Engine(model=model, **SETTINGS) as engine:
         stream = engine.stream("Hello", SamplingParams(max_new_tokens=400))
         next(stream)
-        assert engine.scheduler.cache.used_pages > 0
+        assert engine.scheduler.load().pages_used > 0
         stream.close()
         assert engine.scheduler.is_idle
-        assert engine.scheduler.cache.used_pages == 0
+        assert engine.scheduler.load().pages_used == 0
 
 
 def test_a_stop_string_ends_the_text(model: Path) -> None:

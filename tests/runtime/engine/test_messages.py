@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from treeline_runtime import ipc
+from treeline_runtime import ipc, published
 from treeline_runtime import messages as m
 
 PARAMS = m.SamplingParams(stop=("a", "b"), stop_token_ids=(1,), logit_bias={3: -1.5}, seed=2**63, max_new_tokens=0)
@@ -60,8 +60,10 @@ EXAMPLES: dict[Any, list[Any]] = {
         ipc.Ready("detokenizer", {}),
     ],
     ipc.decode_to_publisher: [
-        m.CacheUpdate([m.Stored([2**64 - 1], None, [1, 2], "ns", 1), m.Removed([1]), m.Cleared()]),
-        m.LoadUpdate(running=3, prefill_tokens_per_s=10.5, draining=True),
+        published.CacheUpdate(
+            [published.Stored([2**64 - 1], None, [1, 2], "ns", 1), published.Removed([1]), published.Cleared()]
+        ),
+        published.LoadUpdate(running=3, prefill_tokens_per_s=10.5, draining=True),
     ],
 }
 

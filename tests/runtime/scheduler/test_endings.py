@@ -90,10 +90,10 @@ def test_a_client_that_leaves_frees_its_pages_within_one_step(tiny: Path) -> Non
     engine.submit("a", prompt(1, 30), max_new_tokens=100)
     for _ in range(5):
         engine.step()
-    assert engine.cache.used_pages > 0
+    assert engine.load().pages_used > 0
     engine.abort("a")
     engine.step()
-    assert engine.cache.used_pages == 0
+    assert engine.load().pages_used == 0
 
 
 def test_a_stop_string_ends_a_request_once(tiny: Path) -> None:

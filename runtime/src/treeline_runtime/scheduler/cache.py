@@ -45,10 +45,6 @@ class CacheManager:
         """Pages that `extend` can hand out, with evictions."""
         return self.pool.num_free + self.tree.evictable_pages
 
-    @property
-    def used_pages(self) -> int:
-        return self.pool.num_pages - self.available_pages
-
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
@@ -202,10 +198,11 @@ class CacheManager:
 
     def load_fields(self, audited: int) -> dict[str, Any]:
         """What LoadUpdate has of it and its tiers. audited: pages that an audit holds, which are not in use."""
-        used = self.used_pages - audited
+        cached = self.tree.evictable_pages
+        used = self.pool.num_pages - self.pool.num_free - cached - audited
         return {
             "pages_used": used,
-            "pages_cached": self.tree.evictable_pages,
+            "pages_cached": cached,
             "pages_total": self.pool.num_pages,
             "page_size": self.page_size,
             "tokens_used": used * self.page_size,
