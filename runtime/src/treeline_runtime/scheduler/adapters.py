@@ -27,6 +27,8 @@ NO_ROOT = (
     "this server loads no adapters while it runs: start it with --lora-root DIR, the folder below which they may be, "
     "or name this one in --lora-modules"
 )
+MOST_SAID = 1000
+"""Characters of a refusal, which may quote what a file says."""
 
 
 class Adapters:
@@ -73,7 +75,7 @@ class Adapters:
 
     def _load(self, message: LoadAdapterReq) -> None:
         try:
-            if self._root is None:
+            if not self._root:
                 raise Refused(NO_ROOT)
             folder = str(find_adapter(message.path, self._root))
         except (ModelError, Refused) as error:
@@ -127,7 +129,7 @@ class Adapters:
     def _unload(self, message: UnloadAdapterReq) -> None:
         digest = self.names.get(message.name)
         if digest is None:
-            self._reply(Reply(message.id, ok=False, message=f"no adapter is loaded as {message.name!r}"))
+            self._reply(Reply(message.id))  # the answer to an earlier one may have been lost
             return
         others = [name for name, other in self.names.items() if other == digest and name != message.name]
         if not others:
@@ -143,7 +145,7 @@ class Adapters:
         self._reply(Reply(message.id))
 
     def _answer(self, message: LoadAdapterReq, error: Exception) -> None:
-        text = str(error)
+        text = str(error)[:MOST_SAID]
         if not isinstance(error, ConfigError | ModelError | Refused):
             logger.error("loading the adapter %r failed", message.name, exc_info=error)
             text = f"internal error: {error!r}"
