@@ -136,9 +136,9 @@ def test_many_names_of_targets_and_many_modules_are_not_compared_each_with_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = list[str]()
-    monkeypatch.setattr(adapters, "_is", lambda module, name: compared.append(name) or module.endswith(name))
+    monkeypatch.setattr(adapters, "_is", lambda _, name: compared.append(name) is None)
     modules = {f"layers.0.many.{i}": (1, 1) for i in range(100)}
-    with pytest.raises(ModelError, match="changes layers.0.many"):
+    with pytest.raises(ModelError, match=r"changes layers\.0\.many"):
         read(write_adapter(tmp_path / "modules", modules, target_modules=["99"] * 10_000))
     read(write_adapter(tmp_path / "targets", SHAPES, target_modules=[next(reversed(SHAPES))] * 10_000))
     assert len(compared) < 100

@@ -229,7 +229,10 @@ async def test_an_adapter_is_loaded_or_unloaded_by_one_caller_at_a_time() -> Non
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     engine = world.engine
-    for other in (engine.unload_adapter(asked(lora_name="a")), engine.load_adapter(asked(lora_name="a", lora_path="b"))):
+    for other in (
+        engine.unload_adapter(asked(lora_name="a")),
+        engine.load_adapter(asked(lora_name="a", lora_path="b")),
+    ):
         with pytest.raises(ApiError, match="is being loaded or unloaded") as refused:
             await other
         assert refused.value.status == 409

@@ -27,6 +27,8 @@ NO_ROOT = (
     "this server loads no adapters while it runs: start it with --lora-root DIR, the folder below which they may be, "
     "or name this one in --lora-modules"
 )
+MOST_NAMES = 1024
+"""Adapters that are loaded at once: every report of load names them, and pickers read lists of at most 4096 models."""
 MOST_SAID = 1000
 """Characters of a refusal, which may quote what a file says."""
 
@@ -113,6 +115,8 @@ class Adapters:
         known = self.names.get(name)
         if known not in (None, adapter.digest):
             raise Refused(f"another adapter is loaded as {name!r}: unload it first")
+        if known is None and len(self.names) >= MOST_NAMES:
+            raise Refused(f"{MOST_NAMES} adapters are loaded, the most at once: unload one first")
         if adapter.digest not in self._residence.adapters:
             self._residence.load_adapter((folder, adapter.digest), adapter)
         self.names = self.names | {name: adapter.digest}
