@@ -214,18 +214,6 @@ async def test_a_model_with_a_parent_is_an_adapter(
         assert (info.models, info.adapters) == (models, adapters)
 
 
-async def test_our_runtimes_adapters_are_in_the_namespaces_of_its_events(http: HttpClient) -> None:
-    base, adapter = LISTED["data"]
-    digest = "d" * 64
-    async with engines(1) as (engine,):
-        engine.documents["/v1/models"] = {"data": [base, adapter | {"digest": digest}]}
-        info = await EngineClient(http, engine.address, "treeline").info()
-    served = registry(Adapters(info.engine, info.adapters))
-    event = msgspec.structs.replace(stored(range(32)), lora_name="sql", cache_salt=join_namespace(digest, None))
-    assert namespace(served, "sql") == event.namespace
-    assert set(info.models) == {"base", "sql"}
-
-
 @pytest.mark.parametrize(
     ("listed", "models", "adapters"),
     [

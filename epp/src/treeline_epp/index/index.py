@@ -28,7 +28,6 @@ import numpy.typing as npt
 from msgspec.structs import replace
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from treeline_wire.keys import PrefixKeys
-from treeline_wire.namespaces import adapter_of
 
 from treeline_epp.index.event_filter import Skip, Tier, block_texts, namespace_of, skip_reason, tier_of
 from treeline_epp.index.limits import LOWER_SHARE, SLICE, IndexLimits, weight
@@ -321,7 +320,7 @@ class Index:
     def _store(self, pod: Pod, event: BlockStored, keys: PrefixKeys | None, *, staged: bool) -> None:
         if not event.block_hashes or not self._counts(pod, event):
             return
-        if event.lora_name is not None and pod.saw_adapter(adapter_of(event.namespace) or event.lora_name):
+        if event.lora_name is not None and pod.saw_adapter(event.lora_name):
             self.new_adapters.add(pod)
         scope = self._scope(pod.scope)
         tree = scope.tree

@@ -26,13 +26,12 @@ _NOTHING = Raw(b"null")
 
 
 class Model(msgspec.Struct):
-    """One entry of `/v1/models`. `owned_by`, `parent` and `digest` are usually strings: other values are ignored."""
+    """One entry of `/v1/models`. `owned_by` and `parent` are usually strings: other values are ignored."""
 
     id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
     root: Raw = _NOTHING
     owned_by: Raw = _NOTHING
     parent: Raw = _NOTHING
-    digest: Raw = _NOTHING
 
     @property
     def owner(self) -> str:
@@ -49,11 +48,6 @@ class Model(msgspec.Struct):
         """The base model of an adapter; empty for a base model."""
         parent = _name(self.parent)
         return parent if parent != self.id else ""
-
-    @property
-    def identity(self) -> str:
-        """An adapter's name in namespaces of events: our runtime's digest of its files, else its name."""
-        return _name(self.digest) or self.id
 
 
 def _name(value: Raw) -> str:
@@ -99,7 +93,7 @@ class OpenAIAdapter:
         if served is None:
             raise UnusableError(f"{http.base} has no /v1/models")
         bases = {one.id for one in served.data if not one.base} or {one.id for one in served.data}
-        adapters = {self.adapter_name(one.base, one.id): one.identity for one in served.data if one.id not in bases}
+        adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.id not in bases}
         names = (one.id if one.id in bases else self.adapter_name(one.base, one.id) for one in served.data)
         return EngineInfo(tuple(dict.fromkeys(names)), engine=self.name, adapters=adapters)
 

@@ -53,7 +53,7 @@ class TreelineAdapter(SGLangAdapter):
     signs = frozenset({"tokenizer_fingerprint", "isolates_clients"})
 
     def adapter_name(self, base: str, adapter: str) -> str:
-        """Return the adapter's own name."""
+        """Return the adapter's own name: our runtime lists none."""
         return adapter
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
