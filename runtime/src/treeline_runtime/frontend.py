@@ -309,6 +309,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -> tuple[Service, ReaderPool]:
     """The service that answers requests, with its reader processes. Raises ServeError."""
     name = served_name(args)
+    if name in (module.partition("=")[0] for module in args.lora_modules):
+        raise ServeError(f"--lora-modules: {name!r} is the name of the model itself")
     metrics = Metrics(name, len(ranks))
     pool = ReaderPool(
         ReaderSpec(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.adapters import ATTENTION, shapes_of, write_adapter
 from support.runtime_engine import write_config
 from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.models import adapters
 from treeline_runtime.models.adapters import CONFIG, WEIGHTS, Adapter, Site, find_adapter, read_adapter
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.loader import load_model
@@ -129,6 +130,18 @@ def test_broken_files_are_refused_by_name(what: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
         read(tmp_path)
     assert problem in str(refused.value)
+
+
+def test_many_names_of_targets_and_many_modules_are_not_compared_each_with_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = list[str]()
+    monkeypatch.setattr(adapters, "_is", lambda _, name: compared.append(name) is None)
+    modules = {f"layers.0.many.{i}": (1, 1) for i in range(100)}
+    with pytest.raises(ModelError, match=r"changes layers\.0\.many"):
+        read(write_adapter(tmp_path / "modules", modules, target_modules=["99"] * 10_000))
+    read(write_adapter(tmp_path / "targets", SHAPES, target_modules=[next(reversed(SHAPES))] * 10_000))
+    assert len(compared) < 100
 
 
 @given(data=st.data())

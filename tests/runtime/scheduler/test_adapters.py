@@ -16,6 +16,7 @@ from support.runtime_engine import VOCAB, Harness, write_config
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.models.config import ModelError
+from treeline_runtime.scheduler import adapters
 from treeline_runtime.scheduler.prefill import MOST_PASSED
 from treeline_runtime.scheduler.slots import MOST_PASSING
 
@@ -237,7 +238,6 @@ def test_unloading_waits_for_those_who_run_and_wait(model: Path, tmp_path: Path)
     assert engine.remove("a").ok
     assert engine.remove("b").ok
     assert engine.residence.adapters == {}
-    assert not engine.remove("a").ok
 
 
 def test_a_request_for_an_adapter_that_has_gone_is_a_404(model: Path, tmp_path: Path) -> None:
@@ -295,6 +295,37 @@ def test_without_a_root_nothing_is_loaded_and_the_answer_says_what_to_do(model: 
     reply = engine.add("a")
     assert not reply.ok
     assert "--lora-root DIR" in str(reply.message)
+
+
+def test_an_empty_root_is_none(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AdapterHarness(model, tmp_path / "root", lora_root="")
+    engine.write("a", 1)
+    monkeypatch.chdir(engine.root)
+    assert "--lora-root" in (engine.add("a").message or "")
+
+
+def test_what_a_file_says_is_not_repeated_at_any_length(model: Path, tmp_path: Path) -> None:
+    engine = AdapterHarness(model, tmp_path / "root")
+    engine.write("a", 1, edit={"x" * 1_000_000: torch.ones(1)})
+    assert 20 < len(engine.add("a").message or "") < 2000
+
+
+def test_only_so_many_are_loaded_at_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MOST_NAMES", 2)
+    engine = AdapterHarness(model, tmp_path / "root")
+    engine.added("a", 1)
+    assert engine.add("same", "a").ok
+    assert "unload one first" in (engine.add("more", "a").message or "")
+    assert engine.add("same", "a").ok, "it is there"
+    assert engine.remove("a").ok
+    assert engine.add("more", "a").ok
+
+
+def test_unloading_again_is_no_failure_as_the_first_answer_may_be_lost(model: Path, tmp_path: Path) -> None:
+    engine = AdapterHarness(model, tmp_path / "root")
+    engine.added("a", 1)
+    assert engine.remove("a").ok
+    assert engine.remove("a").ok, "whether there is one is known to the server"
 
 
 def test_adapters_are_loaded_at_the_start(model: Path, tmp_path: Path) -> None:

@@ -202,6 +202,15 @@ def test_names_that_are_taken_or_unknown_are_refused(admin: httpx.Client, http: 
     assert "`start`" in complete(http, 404, model="none")["error"]["message"], "what is served is told"
 
 
+def test_a_listed_name_is_the_adapter_of_that_name(admin: httpx.Client, http: httpx.Client, model: Path) -> None:
+    name = f"{model.name}:start"
+    expected = text(http, model="start")
+    assert text(http, model=name) == expected
+    post(admin, "load", name, lora_path="sql")
+    assert text(http, model=name) == text(http, model=f"{model.name}:{name}") != expected
+    post(admin, "unload", name)
+
+
 def test_adapters_are_loaded_by_administrators_alone(http: httpx.Client) -> None:
     assert http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "sql"}).status_code == 404
 
@@ -211,6 +220,12 @@ def test_a_bad_adapter_ends_the_start_with_its_name(model: Path, tmp_path: Path)
     server = ServerProcess(model, "--no-events", "--lora-modules", f"mine={folder}")
     assert server.wait() == 1
     assert any("--lora-modules mine=" in line and "DoRA" in line for line in server.log), server.log
+
+
+def test_an_adapter_has_not_the_name_of_the_model(model: Path, root: Path) -> None:
+    server = ServerProcess(model, "--no-events", "--lora-modules", f"{model.name}={root / 'below/sql'}")
+    assert server.wait() == 1
+    assert any("--lora-modules" in line and "the name of the model" in line for line in server.log), server.log
 
 
 @pytest.mark.deep

@@ -17,6 +17,7 @@ from treeline_runtime.messages import (
     AdminReq,
     FlushReq,
     GenerateReq,
+    LoadAdapterReq,
     Reply,
     SamplingParams,
     SleepReq,
@@ -39,6 +40,7 @@ class World:
     """Ranks that answer at once, as `answers` says by rank: a message of refusal, BUSY, None for no answer, or ""."""
 
     def __init__(self, ranks: int = 3) -> None:
+        self.model_name = "m"
         self.answers: dict[int, Any] = {}
         self.asked: list[tuple[int, type]] = []
         self.manager = TokenizerManager(Metrics("m", ranks), [DpRank(self._sender(r), self) for r in range(ranks)])
@@ -217,3 +219,26 @@ async def test_ranks_that_sleep_are_known_one_by_one() -> None:
     assert state.asleep == 2
     state.sleeping.pop(1)
     assert state.asleep == 0
+
+
+async def test_an_adapter_is_loaded_or_unloaded_by_one_caller_at_a_time() -> None:
+    world = World()
+    world.state.adapters = {"a": "digest"}
+    world.answers = {1: None}
+    loading = asyncio.create_task(world.engine.load_adapter(asked(lora_name="a", lora_path="a")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    engine = world.engine
+    for other in (
+        engine.unload_adapter(asked(lora_name="a")),
+        engine.load_adapter(asked(lora_name="a", lora_path="b")),
+    ):
+        with pytest.raises(ApiError, match="is being loaded or unloaded") as refused:
+            await other
+        assert refused.value.status == 409
+    with pytest.raises(ApiError, match="does not answer"):
+        await loading
+    assert {kind for _, kind in world.asked} == {LoadAdapterReq}
+    world.answers = {}
+    await world.engine.unload_adapter(asked(lora_name="a"))
+    assert world.state.adapters == {}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,9 +142,6 @@ def read_adapter(
     elements = sum(site.elements(max_rank) for site in sites) * -(-num_layers // max(len(own), 1))
     data = _bytes(folder / WEIGHTS, 4 * elements + HEADER_BYTES)
     pairs = _pairs(data)
-    for target in settings.targets:
-        if not any(_is(module, target) for module in pairs):
-            raise ModelError(f"{CONFIG} names {target!r} in target_modules, of which {WEIGHTS} has nothing")
     places = {name: (site, at) for site in sites for at, name in enumerate(site.names)}
     parts = dict[str, dict[int, Pair]]()
     for module, pair in pairs.items():
@@ -151,6 +150,9 @@ def read_adapter(
             parts.setdefault(site.name, {})[at] = _part(module, pair, site, at, settings, max_rank, dtype, pin=pin)
         elif (layer := _LAYER.match(module)) is None or layer[0] in own or int(layer[1]) >= num_layers:
             raise ModelError(f"the adapter changes {module}: only attention and dense feed-forward layers are served")
+    for target in settings.targets:
+        if not any(_is(module, target) for module in pairs):
+            raise ModelError(f"{CONFIG} names {target!r} in target_modules, of which {WEIGHTS} has nothing")
     digest = hashlib.sha256(json.dumps([config.get(key) for key in sorted(_SCALE)], sort_keys=True).encode())
     digest.update(data)
     ranks = (a.shape[0] for there in parts.values() for a, _ in there.values())
@@ -198,7 +200,7 @@ def _settings(config: Mapping[str, Any], max_rank: int) -> _Settings:
         if not isinstance(pattern, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in pattern):
             raise ModelError(f"{CONFIG}: rank_pattern and alpha_pattern may name modules, and not be other patterns")
     targets = config.get("target_modules")
-    listed = tuple(map(str, targets)) if isinstance(targets, list) else ()
+    listed = tuple(dict.fromkeys(map(str, targets))) if isinstance(targets, list) else ()
     alpha = _number(config.get("lora_alpha"), "lora_alpha")
     return _Settings(rank, alpha, bool(config.get("use_rslora")), ranks, alphas, listed)
 
@@ -262,12 +264,15 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _bytes(path: Path, most: int) -> bytes:
-    """Read once, so that what is checked and hashed is what is used."""
-    if not path.is_file():
-        raise ModelError(f"{path} is not a file: an adapter has {CONFIG} and {WEIGHTS}, as peft saves them")
+    """Read once, so that what is checked and hashed is what is used. Opening a pipe does not wait for its writer."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileNotFoundError
             data = file.read(most + 1)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        text = f"{path} is not a file: an adapter has {CONFIG} and {WEIGHTS}, as peft saves them"
+        raise ModelError(text) from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     if len(data) > most:

@@ -27,6 +27,10 @@ NO_ROOT = (
     "this server loads no adapters while it runs: start it with --lora-root DIR, the folder below which they may be, "
     "or name this one in --lora-modules"
 )
+MOST_NAMES = 1024
+"""Adapters that are loaded at once: every report of load names them, and pickers read lists of at most 4096 models."""
+MOST_SAID = 1000
+"""Characters of a refusal, which may quote what a file says."""
 
 
 class Adapters:
@@ -73,7 +77,7 @@ class Adapters:
 
     def _load(self, message: LoadAdapterReq) -> None:
         try:
-            if self._root is None:
+            if not self._root:
                 raise Refused(NO_ROOT)
             folder = str(find_adapter(message.path, self._root))
         except (ModelError, Refused) as error:
@@ -111,6 +115,8 @@ class Adapters:
         known = self.names.get(name)
         if known not in (None, adapter.digest):
             raise Refused(f"another adapter is loaded as {name!r}: unload it first")
+        if known is None and len(self.names) >= MOST_NAMES:
+            raise Refused(f"{MOST_NAMES} adapters are loaded, the most at once: unload one first")
         if adapter.digest not in self._residence.adapters:
             self._residence.load_adapter((folder, adapter.digest), adapter)
         self.names = self.names | {name: adapter.digest}
@@ -127,7 +133,7 @@ class Adapters:
     def _unload(self, message: UnloadAdapterReq) -> None:
         digest = self.names.get(message.name)
         if digest is None:
-            self._reply(Reply(message.id, ok=False, message=f"no adapter is loaded as {message.name!r}"))
+            self._reply(Reply(message.id))  # the answer to an earlier one may have been lost
             return
         others = [name for name, other in self.names.items() if other == digest and name != message.name]
         if not others:
@@ -143,7 +149,7 @@ class Adapters:
         self._reply(Reply(message.id))
 
     def _answer(self, message: LoadAdapterReq, error: Exception) -> None:
-        text = str(error)
+        text = str(error)[:MOST_SAID]
         if not isinstance(error, ConfigError | ModelError | Refused):
             logger.error("loading the adapter %r failed", message.name, exc_info=error)
             text = f"internal error: {error!r}"

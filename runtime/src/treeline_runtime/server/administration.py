@@ -15,8 +15,8 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -87,6 +87,8 @@ class Administration:
     def __init__(self, service: Service, args: ServerArgs) -> None:
         self._service = service
         self._args = args
+        self._changing = set[str]()
+        """Adapters that are being loaded or unloaded."""
 
     @property
     def router(self) -> APIRouter:
@@ -178,8 +180,6 @@ class Administration:
             raise ApiError(503, "The model is still loading")
         if name == service.model_name or not name.isprintable():
             raise wrong("lora_name", "'lora_name' must be printable, and not the name of the model")
-        if state.adapters.get(name) == "":
-            raise ApiError(409, f"The adapter `{name}` is being unloaded", code="conflict")
 
         async def load() -> dict[int, messages.Reply]:
             limit_s = self._args.start_timeout
@@ -195,7 +195,8 @@ class Administration:
                 await self._unload(name, there)
             return replies
 
-        _check(await _to_its_end(load()))
+        with self._change_of(name):
+            _check(await _to_its_end(load()))
         return self._adapters()
 
     async def unload_adapter(self, asked: Controlling) -> Response:
@@ -205,8 +206,6 @@ class Administration:
         digest = state.adapters.get(name)
         if digest is None:
             raise ApiError(404, f"No adapter is loaded as `{name}`", param="lora_name", code="model_not_found")
-        if not digest:
-            raise ApiError(409, f"The adapter `{name}` is being unloaded", code="conflict")
 
         async def unload() -> dict[int, messages.Reply]:
             state.adapters = state.adapters | {name: ""}
@@ -215,8 +214,20 @@ class Administration:
             state.adapters = left if all(reply.ok for reply in replies.values()) else left | {name: digest}
             return replies
 
-        _check(await _to_its_end(unload()))
+        with self._change_of(name):
+            _check(await _to_its_end(unload()))
         return self._adapters()
+
+    @contextmanager
+    def _change_of(self, name: str) -> Iterator[None]:
+        """The only change of this adapter: ranks might carry out two in different order. Raises ApiError 409."""
+        if name in self._changing:
+            raise ApiError(409, f"The adapter `{name}` is being loaded or unloaded", code="conflict")
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.remove(name)
 
     async def _unload(self, name: str, ranks: Sequence[int]) -> dict[int, messages.Reply]:
         """Asks these ranks until no request there uses the adapter."""

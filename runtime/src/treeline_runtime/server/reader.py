@@ -109,7 +109,9 @@ class Reader(openai.ModelFacts):
         """Takes the adapter out of a body, and names it: `model: NAME`, or SGLang's `BASE:NAME` and `lora_path`. Raises
         ApiError 404."""
         model, path = raw.get("model"), raw.get("lora_path")
-        name, param = model.removeprefix(f"{self.name}:") if isinstance(model, str) else "", "model"
+        name, param = model if isinstance(model, str) else "", "model"
+        if name not in adapters:
+            name = name.removeprefix(f"{self.name}:")
         if name in adapters:
             raw["model"] = self.name
         elif adapters and isinstance(path, str) and path:
