@@ -137,7 +137,7 @@ def test_answers_are_the_same_whatever_is_guessed(
         patch.setattr(drafting, "DEPTHS", ALWAYS)
         patch.setattr(drafting, "WAIT", -1.0)
         guessing = Constrained(tiny, overlap_depth=depth, speculative_algorithm="NGRAM", **options)
-        speculation_of(guessing)._new_drafter = lambda: Known(answers, right, rng)
+        speculation_of(guessing)._new_drafter = lambda _: Known(answers, right, rng)
         ask(guessing, seed)
         while guessing.step():
             if retracts and rng.random() < 0.1:
@@ -179,7 +179,7 @@ def guessing(
     tiny: Path, answers: Mapping[tuple[int, ...], Sequence[int]], right: float = 1.0, **settings: Any
 ) -> Harness:
     engine = Harness(tiny, speculative_algorithm="NGRAM", **settings)
-    speculation_of(engine)._new_drafter = lambda: Known(answers, right, random.Random(0))
+    speculation_of(engine)._new_drafter = lambda _: Known(answers, right, random.Random(0))
     return engine
 
 
@@ -248,7 +248,7 @@ def test_a_fault_after_right_guesses_comes_after_their_tokens(
     for settings_ in ({}, {"speculative_algorithm": "NGRAM"}):
         engine = Constrained(tiny, **settings_)
         if engine._speculation is not None:
-            engine._speculation._new_drafter = lambda: Known({tuple(ids): free.tokens("a")}, right, random.Random(1))
+            engine._speculation._new_drafter = lambda _: Known({tuple(ids): free.tokens("a")}, right, random.Random(1))
         engine.ask("a", ids, Toy(alternating, fails=fails, after=8), max_new_tokens=MOST)
         engine.run()
         found.append((engine.tokens("a"), engine.fault("a")))
@@ -298,6 +298,18 @@ def test_simulated_guesses_save_steps_and_keep_the_length(tiny: Path) -> None:
     assert never.steps > 38
 
 
+@pytest.mark.parametrize("acceptance", [0.9, 1.0])
+def test_simulated_guesses_end_where_memory_does(tiny: Path, acceptance: float) -> None:
+    engine = Harness(
+        tiny, speculative_simulate_acceptance=acceptance, page_size=1, max_total_tokens=150, mixed_chunk=True
+    )
+    engine.ratio.initial = engine.ratio.minimum = engine.ratio.value = 0.0  # more are admitted than fit
+    for i in range(5):
+        engine.submit(str(i), prompt(i, 9), max_new_tokens=60)
+    engine.run()
+    assert [(len(engine.tokens(str(i))), engine.finish(str(i)).type) for i in range(5)] == [(60, "length")] * 5
+
+
 # ---- grammars ---------------------------------------------------------------------------------------------
 
 LISTS = Grammar("regex", "(red|green|blue), (red|green|blue), [a-f]{3,6}( and [a-f]{2})*")
@@ -316,7 +328,7 @@ def test_grammars_mask_the_token_after_each_guess(
     plain = WithGrammars(jump_forward=False)
     answers = {tuple(ids): plain.generate(rid, ids, **options) for rid, ids in prompts.items()}
     engine = WithGrammars(jump_forward=False, speculative_algorithm="NGRAM")
-    speculation_of(engine)._new_drafter = lambda: Known(answers, right, random.Random(2))
+    speculation_of(engine)._new_drafter = lambda _: Known(answers, right, random.Random(2))
     for rid, ids in prompts.items():
         engine.submit(rid, ids, **options)
     engine.run()
@@ -348,7 +360,7 @@ def test_guesses_leave_jumps_where_they_are(always: None, temperature: float) ->
         plain = WithGrammars()
         answers = {tuple(ids): plain.generate("a", ids, **options)}
         engine = WithGrammars(speculative_algorithm="NGRAM")
-        speculation_of(engine)._new_drafter = lambda answers=answers: Known(answers, 1.0, random.Random(0))  # type: ignore[misc]
+        speculation_of(engine)._new_drafter = lambda _, answers=answers: Known(answers, 1.0, random.Random(0))  # type: ignore[misc]
         assert engine.generate("a", ids, **options) == plain.tokens("a")
         assert engine.stats.total_jumps == plain.stats.total_jumps > 0
         assert engine.stats.total_forced_tokens == plain.stats.total_forced_tokens
