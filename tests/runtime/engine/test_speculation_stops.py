@@ -30,5 +30,7 @@ def test_an_answer_has_nothing_after_a_stop_string(most: int) -> None:
                 assert one.hidden_states is not None
                 assert other.hidden_states is not None
                 first = len(other.hidden_states) - len(one.hidden_states)  # less may be cached
-                np.testing.assert_allclose(one.hidden_states[max(-first, 0) :], other.hidden_states[max(first, 0) :], atol=1e-2)
+                np.testing.assert_allclose(
+                    one.hidden_states[max(-first, 0) :], other.hidden_states[max(first, 0) :], atol=1e-2
+                )
                 assert one.speculated is None or one.speculated.right < len(one.token_ids)

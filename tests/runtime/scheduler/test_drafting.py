@@ -227,6 +227,8 @@ def test_few_guesses_among_many_requests_are_not_waited_for() -> None:
         assert speculation.pays(reqs[:30])
         reqs[5].in_flight = 1
         assert speculation.waits(reqs) is not overlaps
+        reqs[0].drafting.share = reqs[1].drafting.share = 0.6  # type: ignore[union-attr]
+        assert speculation.pays(reqs[:20]) is not overlaps, "a guess counts only after right ones"
     for req in reqs:
         assert req.drafting is not None
         req.drafting.share = 0.0

@@ -298,6 +298,27 @@ def test_simulated_guesses_save_steps_and_keep_the_length(tiny: Path) -> None:
     assert never.steps > 38
 
 
+def test_guesses_leave_room_for_prompts_in_mixed_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 7),)),))
+    again = {"logit_bias": {77: 99.0}, "ignore_eos": True, "max_new_tokens": 150}
+    steps = []
+    for algorithm in ("off", "NGRAM"):
+        engine = Harness(
+            tiny, speculative_algorithm=algorithm, mixed_chunk=True, chunked_prefill_size=64, page_size=1,
+            context_length=512, max_total_tokens=4096,
+        )  # fmt: skip
+        for i in range(8):
+            engine.submit(str(i), prompt(i, 9), **again)
+        while len(engine.outs) < 8 or min(map(len, map(engine.tokens, engine.outs))) < 20:
+            engine.step()
+        begun = engine.steps
+        engine.submit("late", prompt(9, 300), max_new_tokens=1)
+        while "late" not in engine.outs:
+            engine.step()
+        steps.append(engine.steps - begun)
+    assert steps[1] <= 2 * steps[0]
+
+
 @pytest.mark.parametrize("acceptance", [0.9, 1.0])
 def test_simulated_guesses_end_where_memory_does(tiny: Path, acceptance: float) -> None:
     engine = Harness(

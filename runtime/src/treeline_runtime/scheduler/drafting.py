@@ -107,7 +107,8 @@ class Speculation:
     def pays(self, reqs: Sequence[Req]) -> bool:
         """Whether a step of these requests should have guesses."""
         known = ((self._depth(req, len(reqs)), req.drafting) for req in reqs)
-        right = sum(depth * state.share for depth, state in known if state is not None)
+        chains = (state.share**place for depth, state in known if state is not None for place in range(1, depth + 1))
+        right = sum(chains)
         return right > (WAIT * len(reqs) if self._overlaps else 0)
 
     def draft(self, req: Req, batch: int, room: int) -> list[int]:
