@@ -52,6 +52,7 @@ class Toy:
         """fails: the method that raises once the output has `after` tokens. ends: whether it reports that it is
         finished."""
         self.filler = ToyFiller()
+        self.allows_guesses = True
         self._rule = rule
         self._fails = fails
         self._after = after

@@ -109,8 +109,7 @@ class DetokenizerCore:
         if delta.matched is not None:
             finish = FinishReason("stop", matched=delta.matched)
         if delta.unused:
-            used, count = out.token_ids[: -delta.unused], out.completion_tokens - delta.unused
-            out = msgspec.structs.replace(out, token_ids=used, completion_tokens=count)
+            out = out.without(delta.unused)
         with_text = request.init.return_logprob_text
         *parts, rest = _parts(out)
         for part in parts:

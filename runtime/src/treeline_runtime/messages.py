@@ -338,6 +338,23 @@ class TokenOut(RequestState, frozen=True, omit_defaults=True):
     """Prompt tokens from `logprob_start_len` on; only in the first message."""
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
 
+    def without(self, last: int) -> TokenOut:
+        """Without its last tokens, at least one, and what belongs to them: a stop string is before them."""
+        states, speculated = self.hidden_states, self.speculated
+        if states is not None:
+            states = msgspec.structs.replace(states, data=states.data[: -4 * states.size * last])
+        if speculated is not None:  # the very last token was sampled after all guesses
+            speculated = msgspec.structs.replace(speculated, right=max(speculated.right - last + 1, 0))
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[:-last],
+            output_token_logprobs=self.output_token_logprobs and self.output_token_logprobs[:-last],
+            output_top_logprobs=self.output_top_logprobs and self.output_top_logprobs[:-last],
+            completion_tokens=self.completion_tokens - last,
+            hidden_states=states,
+            speculated=speculated,
+        )
+
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
     outs: list[TokenOut]

@@ -124,11 +124,16 @@ class Outputs:
         """Adds to a request's output, in its owner's thread: a stream's reader, or else the scheduler's. Returns the
         new text."""
         output = run.output
+        ended, delta = output.finish is not None, None
+        if run.text is not None and not ended:
+            delta = run.text.push(out.token_ids, out.finish, withdrawn=out.withdrawn)
+            if delta.unused:
+                out = out.without(delta.unused)
         if (states := out.hidden_states) is not None:
-            known = len(output.token_ids) + (0 if output.finish is not None else len(out.token_ids))
+            known = len(output.token_ids) + (0 if ended else len(out.token_ids))
             rows = np.frombuffer(states.data, dtype="<f4").reshape(-1, states.size)
             output.hidden_states = rows[: output.prompt_tokens + max(known - 1, 0) - states.first]
-        if output.finish is not None:
+        if ended:
             return ""
         if out.withdrawn:
             del output.token_ids[-out.withdrawn :]
@@ -143,12 +148,9 @@ class Outputs:
         output.finish = out.finish
         if output.finish is not None and output.finish.type in ("abort", "error") and run.call.failure is None:
             run.call.failure = output.finish
-        if run.text is None:
+        if delta is None:
             return ""
-        delta = run.text.push(out.token_ids, out.finish, withdrawn=out.withdrawn)
         output.text += delta.text
-        if delta.unused:
-            del output.token_ids[-delta.unused :]
         if delta.matched is not None:
             output.finish = FinishReason("stop", matched=delta.matched)
             if out.finish is None:  # the scheduler does not know yet

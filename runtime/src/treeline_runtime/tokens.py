@@ -161,23 +161,23 @@ class IncrementalDetokenizer:
         if withdrawn:
             self._withdraw(withdrawn)
         ids = list(token_ids)
-        if (
+        trimmed = (
             finish is not None
             and finish.type == "stop"
             and isinstance(finish.matched, int)
-            and ids
-            and ids[-1] == finish.matched
+            and ids[-1:] == [finish.matched]
             and not self._no_stop_trim
-        ):
+        )
+        if trimmed:
             ids.pop()
-        if not self._finds_stops or len(ids) < 2:
+        if not self._finds_stops or not ids:
             return self._take(ids, finish)
         released = ""
         for unused, id in zip(range(len(ids) - 1, -1, -1), ids, strict=True):
             delta = self._take([id], None if unused else finish)
             released += delta.text
             if delta.matched is not None:
-                return Delta(released, delta.matched, unused)
+                return Delta(released, delta.matched, unused + trimmed)
         return Delta(released)
 
     def _withdraw(self, count: int) -> None:

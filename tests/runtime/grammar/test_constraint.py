@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runtime_grammars import Compiler, bundle, compiled
+from support.runtime_grammars import Compiler, bundle, compiled, vocabulary
 from tokenizers import Tokenizer
 from treeline_runtime.grammar.constraint import GrammarConstraint
+from treeline_runtime.grammar.xgrammar_backend import XGrammarMatcher
 from treeline_runtime.messages import Grammar
 from treeline_runtime.sampling import Masks
 
 GRAMMAR = Grammar("regex", "(yes|no)( and (yes|no))*")
 TEXT = "Well, </thin, </think>yes and no and yes and yes and no and no and yes"
+
+
+def tokens_of(text: str) -> list[int]:
+    return Tokenizer.from_str(bundle().tokenizer_json).encode(text, add_special_tokens=False).ids
 
 
 def begun() -> GrammarConstraint:
@@ -28,9 +34,8 @@ def state(constraint: GrammarConstraint) -> tuple[list[int], int, bool]:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12))))
 def test_tokens_that_are_taken_back_leave_no_trace(moves: list[tuple[int, int]]) -> None:
-    tokenizer = Tokenizer.from_str(bundle().tokenizer_json)
-    head, tail = (tokenizer.encode(text, add_special_tokens=False).ids for text in TEXT.rsplit("</think>", 1))
-    ids = [*head, *tokenizer.encode("</think>", add_special_tokens=False).ids, *tail]
+    head, tail = map(tokens_of, TEXT.rsplit("</think>", 1))
+    ids = [*head, *tokens_of("</think>"), *tail]
     constraint, known = begun(), 0
     for forward, back in moves:
         more = ids[known : known + forward]
@@ -42,3 +47,35 @@ def test_tokens_that_are_taken_back_leave_no_trace(moves: list[tuple[int, int]])
         for token in ids[:known]:
             fresh.accept(token)
         assert state(constraint) == state(fresh)
+
+
+STOP = [next(id for id, text in enumerate(vocabulary().texts) if not text)]
+EBNF = Grammar("ebnf", 'root ::= ("red" | "green" | "blue") (", " [a-f] [a-f] [a-f])*')
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_guesses_that_are_too_much_work_leave_the_grammar_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, masked: bool
+) -> None:
+    known, guesses = (tokens_of(text) for text in ("green", ", abc, def"))
+    constraint, fresh = (Compiler().constraint(compiled(EBNF), stop_ids=STOP) for _ in range(2))
+    for token in known:
+        constraint.accept(token)
+        fresh.accept(token)
+    assert isinstance(constraint.matcher, XGrammarMatcher)
+    if not masked:
+        constraint.accept(guesses[0])
+        constraint.matcher.slow = True
+        constraint.rollback(1)
+    else:
+
+        def fill(_: object, __: object, rows: list[int]) -> None:
+            assert isinstance(constraint.matcher, XGrammarMatcher)
+            constraint.matcher.slow = rows != [0]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(constraint.filler, "fill", fill)
+            Masks(4096, torch.device("cpu")).fill([constraint], [guesses])
+    assert not constraint.gave_up
+    assert not constraint.allows_guesses
+    assert state(constraint) == state(fresh)

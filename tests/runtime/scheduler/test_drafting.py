@@ -14,7 +14,7 @@ from treeline_runtime.scheduler import ngrams
 from treeline_runtime.scheduler.drafting import DEPTHS, SLACK, Drafting, Simulated, Speculation, depth_for
 from treeline_runtime.scheduler.grammars import Jumps
 from treeline_runtime.scheduler.launched import Launched, Sampled
-from treeline_runtime.scheduler.ngrams import LENGTHS, Ngrams
+from treeline_runtime.scheduler.ngrams import LENGTHS, Ngrams, Room
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.reports import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
@@ -43,7 +43,7 @@ def followed(tokens: list[int], most: int) -> list[int]:
 def test_what_followed_the_longest_same_tokens_is_guessed(
     prompt: list[int], output: list[int], most: int, at_once: int
 ) -> None:
-    drafter, tokens = Ngrams(), list(prompt)
+    drafter, tokens = Ngrams(Room()), list(prompt)
     for i in range(0, len(output) + 1, at_once):
         assert drafter.guess(tokens, most) == followed(tokens, most)
         tokens += output[i : i + at_once]
@@ -51,7 +51,7 @@ def test_what_followed_the_longest_same_tokens_is_guessed(
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=9), st.integers(0, 20))
 def test_replaced_tokens_make_no_trouble(parts: list[list[int]], back: int) -> None:
-    drafter, tokens = Ngrams(), [0, 1, 0, 1, 0, 1, 0]
+    drafter, tokens = Ngrams(Room()), [0, 1, 0, 1, 0, 1, 0]
     for part in parts:
         tokens = tokens[: max(len(tokens) - back, 7)] + part
         assert len(drafter.guess(tokens, 4)) in (0, 4)
@@ -59,8 +59,9 @@ def test_replaced_tokens_make_no_trouble(parts: list[list[int]], back: int) -> N
 
 def test_a_long_prompt_is_indexed_in_parts_and_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngrams, "WINDOW", 40)
-    monkeypatch.setattr(ngrams, "AT_ONCE", 15)
-    drafter, tokens = Ngrams(), [*range(100), *range(60, 70)]
+    monkeypatch.setattr(ngrams, "AT_ONCE", 0)
+    monkeypatch.setattr(ngrams, "LEAST", 15)
+    drafter, tokens = Ngrams(Room()), [*range(100), *range(60, 70)]
     assert [drafter.guess(tokens, 2) for _ in range(3)] == [[], [], [70, 71]]
     assert drafter.guess([*tokens, 50, 51, 52, 53], 2) == [], "the beginning is not there"
 
@@ -135,7 +136,7 @@ def begun(output: Sequence[int] = (4,), **sampling: int | tuple[int, ...]) -> Re
 
 def guessing(*guesses: int, overlaps: bool = True) -> Speculation:
     stats = SchedulerStats()
-    return Speculation(lambda: Always(*guesses), 6, stats, no_jumps(stats), overlaps=overlaps)
+    return Speculation(lambda _: Always(*guesses), 6, stats, no_jumps(stats), overlaps=overlaps)
 
 
 def no_jumps(stats: SchedulerStats) -> Jumps:
@@ -171,6 +172,17 @@ def test_a_constraint_cuts_a_draft_and_stays_where_it_was() -> None:
     req.take_tokens([4])
     assert draft_of(req, 21, 40, 42, 43) == [21, 40]
     assert toy.output == [4]
+
+
+def test_nothing_is_guessed_for_a_constraint_that_took_too_much_work() -> None:
+    req, speculation = begun(output=()), guessing(21)
+    toy = req.constraint = Toy(alternating)
+    req.take_tokens([4])
+    speculation.learn(req, [4])
+    assert speculation.pays([req])
+    toy.allows_guesses = False
+    assert not speculation.pays([req])
+    assert speculation.draft(req, 1, 50) == []
 
 
 def test_guesses_that_are_not_verified_count_too() -> None:
@@ -215,15 +227,36 @@ def test_few_guesses_among_many_requests_are_not_waited_for() -> None:
         assert speculation.pays(reqs[:30])
         reqs[5].in_flight = 1
         assert speculation.waits(reqs) is not overlaps
+        reqs[0].drafting.share = reqs[1].drafting.share = 0.6  # type: ignore[union-attr]
+        assert speculation.pays(reqs[:20]) is not overlaps, "a guess counts only after right ones"
     for req in reqs:
         assert req.drafting is not None
         req.drafting.share = 0.0
     assert not guessing(7, overlaps=False).pays(reqs)
 
 
-def test_simulated_guesses_are_right_at_the_given_rate() -> None:
+def test_prompts_that_come_together_are_indexed_over_many_steps() -> None:
+    """So that no step of others takes long."""
+    reqs = [begun() for _ in range(40)]
+    speculation = Speculation(Ngrams, 7, SchedulerStats(), no_jumps(SchedulerStats()), overlaps=True)
+    for req in reqs:
+        req.tokens[:0] = range(2000)
+    indexed, steps = 0, 0
+    while indexed < 40 * len(reqs[0].tokens):
+        speculation.waits(reqs)
+        for req in reqs:
+            req.tokens.append(7)
+            speculation.learn(req, [7])
+        before, indexed = indexed, sum(req.drafting.drafter._indexed for req in reqs)  # type: ignore[union-attr]
+        assert 0 < indexed - before <= ngrams.AT_ONCE + 40 * ngrams.LEAST
+        steps += 1
+    assert steps < 200
+
+
+def test_simulated_guesses_are_right_at_the_given_rate(caplog: pytest.LogCaptureFixture) -> None:
     stats = SchedulerStats()
     speculation, req = Simulated(0.7, 3, stats, no_jumps(stats), overlaps=False), begun()
+    assert "outputs are nonsense" in caplog.text
     speculation.learn(req, [4])
     for _ in range(2000):
         req.draft = speculation.draft(req, 1, 50)

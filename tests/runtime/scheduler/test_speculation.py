@@ -137,7 +137,7 @@ def test_answers_are_the_same_whatever_is_guessed(
         patch.setattr(drafting, "DEPTHS", ALWAYS)
         patch.setattr(drafting, "WAIT", -1.0)
         guessing = Constrained(tiny, overlap_depth=depth, speculative_algorithm="NGRAM", **options)
-        speculation_of(guessing)._new_drafter = lambda: Known(answers, right, rng)
+        speculation_of(guessing)._new_drafter = lambda _: Known(answers, right, rng)
         ask(guessing, seed)
         while guessing.step():
             if retracts and rng.random() < 0.1:
@@ -179,7 +179,7 @@ def guessing(
     tiny: Path, answers: Mapping[tuple[int, ...], Sequence[int]], right: float = 1.0, **settings: Any
 ) -> Harness:
     engine = Harness(tiny, speculative_algorithm="NGRAM", **settings)
-    speculation_of(engine)._new_drafter = lambda: Known(answers, right, random.Random(0))
+    speculation_of(engine)._new_drafter = lambda _: Known(answers, right, random.Random(0))
     return engine
 
 
@@ -248,7 +248,7 @@ def test_a_fault_after_right_guesses_comes_after_their_tokens(
     for settings_ in ({}, {"speculative_algorithm": "NGRAM"}):
         engine = Constrained(tiny, **settings_)
         if engine._speculation is not None:
-            engine._speculation._new_drafter = lambda: Known({tuple(ids): free.tokens("a")}, right, random.Random(1))
+            engine._speculation._new_drafter = lambda _: Known({tuple(ids): free.tokens("a")}, right, random.Random(1))
         engine.ask("a", ids, Toy(alternating, fails=fails, after=8), max_new_tokens=MOST)
         engine.run()
         found.append((engine.tokens("a"), engine.fault("a")))
@@ -298,6 +298,39 @@ def test_simulated_guesses_save_steps_and_keep_the_length(tiny: Path) -> None:
     assert never.steps > 38
 
 
+def test_guesses_leave_room_for_prompts_in_mixed_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 7),)),))
+    again = {"logit_bias": {77: 99.0}, "ignore_eos": True, "max_new_tokens": 150}
+    steps = []
+    for algorithm in ("off", "NGRAM"):
+        engine = Harness(
+            tiny, speculative_algorithm=algorithm, mixed_chunk=True, chunked_prefill_size=64, page_size=1,
+            context_length=512, max_total_tokens=4096,
+        )  # fmt: skip
+        for i in range(8):
+            engine.submit(str(i), prompt(i, 9), **again)
+        while len(engine.outs) < 8 or min(map(len, map(engine.tokens, engine.outs))) < 20:
+            engine.step()
+        begun = engine.steps
+        engine.submit("late", prompt(9, 300), max_new_tokens=1)
+        while "late" not in engine.outs:
+            engine.step()
+        steps.append(engine.steps - begun)
+    assert steps[1] <= 2 * steps[0]
+
+
+@pytest.mark.parametrize("acceptance", [0.9, 1.0])
+def test_simulated_guesses_end_where_memory_does(tiny: Path, acceptance: float) -> None:
+    engine = Harness(
+        tiny, speculative_simulate_acceptance=acceptance, page_size=1, max_total_tokens=150, mixed_chunk=True
+    )
+    engine.ratio.initial = engine.ratio.minimum = engine.ratio.value = 0.0  # more are admitted than fit
+    for i in range(5):
+        engine.submit(str(i), prompt(i, 9), max_new_tokens=60)
+    engine.run()
+    assert [(len(engine.tokens(str(i))), engine.finish(str(i)).type) for i in range(5)] == [(60, "length")] * 5
+
+
 # ---- grammars ---------------------------------------------------------------------------------------------
 
 LISTS = Grammar("regex", "(red|green|blue), (red|green|blue), [a-f]{3,6}( and [a-f]{2})*")
@@ -316,7 +349,7 @@ def test_grammars_mask_the_token_after_each_guess(
     plain = WithGrammars(jump_forward=False)
     answers = {tuple(ids): plain.generate(rid, ids, **options) for rid, ids in prompts.items()}
     engine = WithGrammars(jump_forward=False, speculative_algorithm="NGRAM")
-    speculation_of(engine)._new_drafter = lambda: Known(answers, right, random.Random(2))
+    speculation_of(engine)._new_drafter = lambda _: Known(answers, right, random.Random(2))
     for rid, ids in prompts.items():
         engine.submit(rid, ids, **options)
     engine.run()
@@ -348,7 +381,7 @@ def test_guesses_leave_jumps_where_they_are(always: None, temperature: float) ->
         plain = WithGrammars()
         answers = {tuple(ids): plain.generate("a", ids, **options)}
         engine = WithGrammars(speculative_algorithm="NGRAM")
-        speculation_of(engine)._new_drafter = lambda answers=answers: Known(answers, 1.0, random.Random(0))  # type: ignore[misc]
+        speculation_of(engine)._new_drafter = lambda _, answers=answers: Known(answers, 1.0, random.Random(0))  # type: ignore[misc]
         assert engine.generate("a", ids, **options) == plain.tokens("a")
         assert engine.stats.total_jumps == plain.stats.total_jumps > 0
         assert engine.stats.total_forced_tokens == plain.stats.total_forced_tokens

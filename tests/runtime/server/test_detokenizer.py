@@ -13,6 +13,7 @@ from treeline_runtime.messages import (
     FinishReason,
     HiddenStates,
     Reply,
+    Speculated,
     StopReq,
     TextOut,
     TokenOut,
@@ -62,6 +63,40 @@ def test_a_stop_string_in_the_last_output_is_not_sent_to_the_scheduler() -> None
     turn = made.take([tokens("a", "abx", LENGTH)])
     assert texts(turn)[0].finish == FinishReason("stop", matched="x")
     assert (turn.to_scheduler, made._requests) == ([], {})
+
+
+@pytest.mark.parametrize("finish", [None, LENGTH])
+def test_what_a_step_gave_after_a_stop_string_is_nowhere(finish: FinishReason | None) -> None:
+    made = core()
+    made.take([DetokenizeInit("a", stop=("x",))])
+    logprobs = [(-float(i), ord(char)) for i, char in enumerate("abxcd")]
+    states = None if finish is None else HiddenStates(0, 2, b"12345678" * 7)  # of 3 + 5 tokens, but for the last one
+    out = TokenOut(
+        "a",
+        [token for _, token in logprobs],
+        finish,
+        output_token_logprobs=logprobs,
+        output_top_logprobs=[[one] for one in logprobs],
+        prompt_tokens=3,
+        completion_tokens=5,
+        speculated=Speculated(1, 7, 4),
+        hidden_states=states,
+    )
+    (text,) = texts(made.take([BatchTokenOut([out])]))
+    assert (text.text, text.token_ids, text.completion_tokens) == ("ab", [97, 98, 120], 3)
+    told = decode_logprobs(text.logprobs[0])
+    assert told.output_tokens == [(value, id, None) for value, id in logprobs[:3]]
+    assert told.output_tops == [[(value, id, None)] for value, id in logprobs[:3]]
+    assert text.speculated == Speculated(1, 7, 3), "the output has at most one token more than right guesses"
+    assert finish is None or text.hidden_states == HiddenStates(0, 2, b"12345678" * 5)
+
+
+@pytest.mark.parametrize("text", ["abx.", "abxc."])
+def test_an_end_token_after_a_stop_string_does_not_count(text: str) -> None:
+    made = core()
+    made.take([DetokenizeInit("a", stop=("x",))])
+    (out,) = texts(made.take([tokens("a", text, FinishReason("stop", matched=ord(".")))]))
+    assert (out.text, out.token_ids, out.finish) == ("ab", [97, 98, 120], FinishReason("stop", matched="x"))
 
 
 def test_an_abort_releases_what_was_held_back() -> None:

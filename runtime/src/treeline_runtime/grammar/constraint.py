@@ -39,8 +39,14 @@ class GrammarConstraint:
         self._ended = False
         self._before: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_DRAFT)
         """The marker and the tail before each of the last tokens up to the marker's."""
-        self.reversible = 0
-        """Number of last tokens that a jump can take back: the ones that the grammar has accepted."""
+        self.allows_guesses = True
+        self._accepted: list[int] = []
+        """The last tokens: the ones that the grammar has accepted."""
+
+    @property
+    def reversible(self) -> int:
+        """Number of last tokens that a jump can take back."""
+        return len(self._accepted)
 
     @property
     def waits(self) -> bool:
@@ -58,7 +64,7 @@ class GrammarConstraint:
             if not self.matcher.accept(token):
                 raise ValueError(f"token {token} is not what the grammar allows")
             self._ended = token in self.stop_ids
-            self.reversible += 1
+            self._accepted.append(token)
         else:
             self._before.append((self._marker, self._tail))
             self._tail += self._texts[token]
@@ -68,11 +74,18 @@ class GrammarConstraint:
                 self._tail = self._tail[-len(self._marker) :]
 
     def rollback(self, count: int) -> None:
-        """Shortens the output by `count` tokens."""
-        if of_grammar := min(count, self.reversible):
-            self.matcher.rollback(of_grammar)
-            self.reversible -= of_grammar
+        """Shortens the output by `count` tokens. What took too much work after them is forgotten."""
+        of_grammar = min(count, self.reversible)
+        if of_grammar or self.gave_up:
+            del self._accepted[self.reversible - of_grammar :]
             self._ended = False
+            if self.gave_up:  # and would for ever
+                self.allows_guesses = False
+                self.matcher = self.compiled.matcher(self.stop_ids)
+                for token in self._accepted:
+                    self.matcher.accept(token)
+            else:
+                self.matcher.rollback(of_grammar)
         for _ in range(count - of_grammar):
             self._marker, self._tail = self._before.pop()
 

@@ -44,6 +44,9 @@ class Constraint(Protocol):
     def finished(self) -> bool:
         """Whether nothing may follow: the request ends without an end token."""
 
+    allows_guesses: bool
+    """Whether it is asked what would follow guesses; no more once that took too much work."""
+
     def forced(self) -> str:
         """The text that must come next, as far as it is certain."""
 

@@ -90,7 +90,8 @@ class DecodeManager:
             self._cache.extend(req, end)
         samples = [end >= len(req.tokens) for req, end in zip(reqs, ends, strict=True)]
         if self._speculation is not None and self._speculation.pays(reqs):
-            room = min(self._step_tokens, MOST_SAMPLED) - sum(
+            # the rest is for prompts in the same step
+            room = min(self._step_tokens // 2, MOST_SAMPLED) - sum(
                 end - req.device_len for req, end in zip(reqs, ends, strict=True)
             )
             for i, req in enumerate(reqs):

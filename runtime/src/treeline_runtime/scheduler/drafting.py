@@ -11,6 +11,7 @@ are worth it. Without, launches overlap as always.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import Speculated
 from treeline_runtime.scheduler.grammars import Jumps
-from treeline_runtime.scheduler.ngrams import Ngrams
+from treeline_runtime.scheduler.ngrams import AT_ONCE, Ngrams, Room
 from treeline_runtime.scheduler.reports import SchedulerStats
+
+logger = logging.getLogger(__name__)
 
 DEPTHS: tuple[tuple[int, tuple[tuple[float, int], ...]], ...] = (
     (1, ((0.2, 1), (0.4, 3), (0.6, 5), (0.75, 7))),
@@ -80,7 +83,7 @@ class Speculation:
 
     def __init__(
         self,
-        new_drafter: Callable[[], Drafter],
+        new_drafter: Callable[[Room], Drafter],
         most: int,
         stats: SchedulerStats,
         jumps: Jumps,
@@ -93,16 +96,19 @@ class Speculation:
         self._stats = stats
         self._jumps = jumps
         self._overlaps = overlaps
+        self._room = Room()
 
     def waits(self, reqs: Sequence[Req]) -> bool:
-        """Whether the next step of these requests is planned only when all results are known."""
+        """Whether the next step of these requests is planned only when all results are known. Asked once a step."""
+        self._room.left = AT_ONCE
         flying = [req for req in reqs if req.in_flight]
         return any(req.draft for req in flying) or (bool(flying) and self.pays(reqs))
 
     def pays(self, reqs: Sequence[Req]) -> bool:
         """Whether a step of these requests should have guesses."""
         known = ((self._depth(req, len(reqs)), req.drafting) for req in reqs)
-        right = sum(depth * state.share for depth, state in known if state is not None)
+        chains = (state.share**place for depth, state in known if state is not None for place in range(1, depth + 1))
+        right = sum(chains)
         return right > (WAIT * len(reqs) if self._overlaps else 0)
 
     def draft(self, req: Req, batch: int, room: int) -> list[int]:
@@ -124,7 +130,7 @@ class Speculation:
             return  # it is called once per token, with state: nothing to guess
         state = req.drafting
         if state is None:
-            state = req.drafting = Drafting(self._new_drafter())
+            state = req.drafting = Drafting(self._new_drafter(self._room))
         elif req.draft:
             right, wrong = max(len(taken) - 1, 0), len(taken) <= len(req.draft)
             self._stats.on_draft(len(req.draft), right)
@@ -163,7 +169,8 @@ class Speculation:
 
     def _depth(self, req: Req, batch: int) -> int:
         state = req.drafting
-        if state is None or state.expected is None:
+        constraint = req.constraint
+        if state is None or state.expected is None or (constraint is not None and not constraint.allows_guesses):
             return 0
         state.depth = depth_for(batch, state.share, state.depth)
         return min(state.depth, self._most)
@@ -177,7 +184,8 @@ class Simulated(Speculation):
     outputs are nonsense."""
 
     def __init__(self, rate: float, most: int, stats: SchedulerStats, jumps: Jumps, *, overlaps: bool) -> None:
-        super().__init__(_Repeated, most, stats, jumps, overlaps=overlaps)
+        super().__init__(lambda _: _Repeated(), most, stats, jumps, overlaps=overlaps)
+        logger.warning("--speculative-simulate-acceptance: outputs are nonsense; for measurements of speed only")
         self._rate = rate
         self._chance = random.Random(0)
 

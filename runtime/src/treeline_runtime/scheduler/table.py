@@ -113,7 +113,8 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], 
         extra["delayed"] = [j for j in rows_sampling if those[j][0].delays]
     if drafts:
         extra["drafts"] = drafts
-        extra["right"] = {i: state.right for i in drafts if (state := reqs[i].drafting) is not None and state.right}
+        known_right = {i: state.right for i in drafts if (state := reqs[i].drafting) is not None}
+        extra["right"] = {i: min(right, len(drafts[i])) for i, right in known_right.items() if right}
     logprobs = {j: req.top_logprobs_num for j, (req, _) in enumerate(those) if req.return_logprob}
     if batch.phase is Phase.PREFILL:
         extra["input_logprobs"] = [
