@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
+from treeline_wire.namespaces import with_adapter
 
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
 from treeline_epp.endpoints.scraped import ScrapedLoad
@@ -402,7 +403,8 @@ class Picker:
             if request.session:
                 self.sessions.remember(request.session, endpoint.spec.name, now)
             if request.key:
-                self.index.predict(endpoint.expecting(0), request.namespace, request.key, NO_HIT, now)
+                namespace = request.namespace_at(endpoint.spec)
+                self.index.predict(endpoint.expecting(0), namespace, request.key, NO_HIT, now)
             return
 
     # Inside
@@ -433,12 +435,19 @@ class Picker:
         """Return the matches by scope: one, unless a request could go to several models."""
         if not request.key:
             return {}
-        scopes = self._table.scopes(request)
-        matches = {scope: self.index.match(scope, request.namespace, request.key, now) for scope in scopes}
-        if (elsewhere := self.elsewhere) is None:
-            return matches
-        key, namespace = request.key, request.namespace
-        return {scope: elsewhere.foreseen(match, scope, namespace, key, now) for scope, match in matches.items()}
+        matches: dict[str, Match] = {}
+        for scope, holders in self._table.scopes(request).items():
+            # An adapter's files may differ between endpoints: each holds what was computed with its own.
+            for adapter, rows in holders.items():
+                match = self._match_in(scope, with_adapter(request.namespace, adapter), request.key, now)
+                if len(holders) > 1:
+                    match = match.of(pod for row in rows for pod in self._table.at_row(row).pods)
+                matches[scope] = match if scope not in matches else matches[scope].joined(match)
+        return matches
+
+    def _match_in(self, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
+        match = self.index.match(scope, namespace, key, now)
+        return match if self.elsewhere is None else self.elsewhere.foreseen(match, scope, namespace, key, now)
 
     def _candidate(self, endpoint: Endpoint, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
         rank, hit = endpoint.best_hit(matches.get(endpoint.pod.scope))

@@ -6,7 +6,7 @@ A row is copied from its owners (load, breaker, pod) at the next look after the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,25 +59,25 @@ _MOST_ASKED = 256
 
 
 class _Group(Struct):
-    """The endpoints of one pool with the same models, the same role, and the same way to hand over prompts."""
+    """The endpoints of one pool with the same models and adapters, the same role, and the same way to hand over prompts."""
 
     spec: EndpointSpec
     rows: dict[int, None]
 
 
-_Key = tuple[str, tuple[str, ...], Role, Transfer | None]
+_Key = tuple[str, tuple[str, ...], frozenset[tuple[str, str]], Role, Transfer | None]
 
 
 class _Asked(NamedTuple):
     """The endpoints that serve one pool and model: those that answer; of those that cannot serve a request alone, and
     of those that give pages to others, the rows of each group, with one of its endpoints; and the index's scopes of
-    all.
+    all, each with the rows by the adapter's name in the endpoints' events (None: it is no adapter there).
     """
 
     serving: Mask
     halves: Sequence[tuple[EndpointSpec, Rows]]
     lenders: Sequence[tuple[EndpointSpec, Rows]]
-    scopes: set[str]
+    scopes: Mapping[str, Mapping[str | None, Sequence[int]]]
 
 
 class Table:
@@ -198,7 +198,9 @@ class Table:
         return self._fitting(request, self._asked(request).lenders if pulls else (), spec)
 
     def _fitting(self, request: Request, asked: Sequence[tuple[EndpointSpec, Rows]], spec: EndpointSpec) -> Rows:
-        fitting = [rows for one, rows in asked if not unfit(one, spec)]
+        name = request.model or ""  # of an adapter, perhaps, whose files then must be the same
+        same = (one for one in asked if len({one[0].adapters.get(name), spec.adapters.get(name)} - {None}) < 2)
+        fitting = [rows for one, rows in same if not unfit(one, spec)]
         if not fitting:
             return _NO_ROWS
         rows = np.sort(np.concatenate(fitting))
@@ -213,8 +215,10 @@ class Table:
             mask[rows] = len(self.partners(request, one)) > 0
         return mask
 
-    def scopes(self, request: Request) -> set[str]:
-        """Return the index's scopes of these endpoints: one, unless the request could go to several models. O(1)."""
+    def scopes(self, request: Request) -> Mapping[str, Mapping[str | None, Sequence[int]]]:
+        """Return the index's scopes of these endpoints: one, unless the request could go to several models. Of each, the
+        rows by the adapter's name there: one name, unless its files differ. O(1).
+        """
         return self._asked(request).scopes
 
     def _asked(self, request: Request) -> _Asked:
@@ -232,7 +236,10 @@ class Table:
                     halves.append((group.spec, rows))
                 if group.spec.lends:
                     lenders.append((group.spec, rows))
-            scopes = {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
+            scopes: dict[str, dict[str | None, list[int]]] = {}
+            for group in groups:
+                adapters = scopes.setdefault(self.at_row(next(iter(group.rows))).pod.scope, {})
+                adapters.setdefault(group.spec.adapters.get(request.model or ""), []).extend(group.rows)
             known = self._serving[request.pool, request.model] = _Asked(mask, halves, lenders, scopes)
         return known
 
@@ -265,7 +272,7 @@ class Table:
 
 
 def _key(spec: EndpointSpec) -> _Key:
-    return spec.pool, spec.models, spec.role, spec.transfer
+    return spec.pool, spec.models, frozenset(spec.adapters.items()), spec.role, spec.transfer
 
 
 def serves(spec: EndpointSpec, request: Request) -> bool:
