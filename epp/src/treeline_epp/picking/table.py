@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from treeline_wire.namespaces import adapter_of
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address, unfit
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
@@ -258,10 +259,26 @@ class Table:
         self._stale.clear()
         return self.columns[:, : self.size] if len(rows) == self.size else self.columns[:, rows]
 
-    def has_adapter(self, rows: Rows, lora: str) -> Mask:
-        """Return which of these rows are known to have loaded an adapter. O(rows), one by one."""
-        found = (self.endpoints[row] for row in rows.tolist())
-        return np.array([one is not None and any(lora in pod.adapters for pod in one.pods) for one in found], np.bool_)
+    def has_adapter(self, rows: Rows, slots: Floats, lora: str) -> Mask:
+        """Return which of these rows are known to have loaded an adapter: by their events, or as of `adapter_slots`.
+        O(rows), one by one.
+        """
+        named = (any(lora in pod.adapters for pod in self.at_row(row).pods) for row in rows.tolist())
+        mask: Mask = np.fromiter(named, np.bool_, len(rows)) | (slots > 0.0)
+        return mask
+
+    def adapter_slots(self, request: Request, rows: Rows) -> Floats:
+        """Return for each of these rows 1 if its report says that the request's adapter has a slot on the device, -1 if
+        it has none, 0 if it does not say that. O(rows), one by one for a request for an adapter.
+        """
+        slots: Floats = np.zeros(len(rows))
+        lora = adapter_of(request.namespace)
+        for at, row in enumerate(rows.tolist() if lora is not None else ()):
+            one = self.at_row(row)
+            report, name = one.load.report, one.spec.adapters.get(request.model or "", lora)
+            if report is not None and name in report.adapters:
+                slots[at] = 1.0 if report.adapters[name] else -1.0
+        return slots
 
     def at(self, addresses: Iterable[str]) -> Rows:
         """Return the rows at any of these addresses (`ip:port`, or `ip` for all its ports), in order. O(addresses)."""
