@@ -52,7 +52,9 @@ def store(picker: Picker, number: int, digest: str | None) -> None:
 def hits(picker: Picker, request: Request) -> dict[str, int]:
     """Return the confirmed tokens of each endpoint."""
     found = picker.explain(request, now=0.0).endpoints
-    return {one.endpoint: int(one.terms["confirmed_tokens"] or 0) for one in sorted(found, key=lambda one: one.endpoint)}
+    return {
+        one.endpoint: int(one.terms["confirmed_tokens"] or 0) for one in sorted(found, key=lambda one: one.endpoint)
+    }
 
 
 @pytest.mark.parametrize("count", [3, 12], ids=["few", "many"])

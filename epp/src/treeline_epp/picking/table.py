@@ -60,7 +60,7 @@ _MOST_ASKED = 256
 
 
 class _Group(Struct):
-    """The endpoints of one pool with the same models and adapters, the same role, and the same way to hand over prompts."""
+    """The endpoints of one pool with the same models, adapters and role, and the same way to hand over prompts."""
 
     spec: EndpointSpec
     rows: dict[int, None]
@@ -217,8 +217,8 @@ class Table:
         return mask
 
     def scopes(self, request: Request) -> Mapping[str, Mapping[str | None, Sequence[int]]]:
-        """Return the index's scopes of these endpoints: one, unless the request could go to several models. Of each, the
-        rows by the adapter's name there: one name, unless its files differ. O(1).
+        """Return the index's scopes of these endpoints: one, unless the request could go to several models. Of
+        each, the rows by the adapter's name there: one name, unless its files differ. O(1).
         """
         return self._asked(request).scopes
 
@@ -273,7 +273,9 @@ class Table:
         """
         slots: Floats = np.zeros(len(rows))
         lora = adapter_of(request.namespace)
-        for at, row in enumerate(rows.tolist() if lora is not None else ()):
+        if lora is None:
+            return slots
+        for at, row in enumerate(rows.tolist()):
             one = self.at_row(row)
             report, name = one.load.report, one.spec.adapters.get(request.model or "", lora)
             if report is not None and name in report.adapters:

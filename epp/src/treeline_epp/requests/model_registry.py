@@ -33,8 +33,9 @@ picker's own history fills the namespaces of such requests."""
 
 
 class Adapters(msgspec.Struct, frozen=True):
-    """The adapters of a pool: from the name in requests to its engines, to the name in their events' namespaces
-    (of the last endpoint, if they differ: see `Request.namespace_at`). `engine` is the type of its engines, empty if it is unknown or they differ.
+    """The adapters of a pool: from the name in requests to its engines, to the name in their events' namespaces, of the
+    last endpoint if they differ (see `Request.namespace_at`). `engine` is the type of its engines, empty if it is
+    unknown or they differ.
     """
 
     engine: str = ""

@@ -50,10 +50,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     host other than its own that the engine names for its sockets; the picker never connects to it. `dials`: the
     endpoint of its `--kv-events-config`, if the engine may connect to it instead of listening there. `engine` is the
     name of the adapter that asked. `adapters` are the LoRA adapters among `models`, with the name that the namespace of
-    its events uses for each: our runtime's is the digest of the files. `wants_key`: without its key it does not list its models, so `models` is empty and it gets requests for
-    any model. `obeys_ranks`: a request runs at the data-parallel rank that its header names, unless its path is one of
-    `unranked`. `role` and `transfer` are None where the engine does not say them. `cache_sources_off` are the caches
-    that it does not use any more, since an audit found wrong pages there: `tree`, `host`, `disk`, `peer`.
+    its events uses for each: our runtime's is the digest of the files. `wants_key`: without its key it does not list
+    its models, so `models` is empty and it gets requests for any model. `obeys_ranks`: a request runs at the
+    data-parallel rank that its header names, unless its path is one of `unranked`. `role` and `transfer` are None where
+    the engine does not say them. `cache_sources_off` are the caches that it does not use any more, since an audit found
+    wrong pages there: `tree`, `host`, `disk`, `peer`.
     """
 
     models: tuple[str, ...] = ()

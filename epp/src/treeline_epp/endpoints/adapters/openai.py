@@ -101,7 +101,9 @@ class OpenAIAdapter:
         if served is None:
             raise UnusableError(f"{http.base} has no /v1/models")
         bases = {one.id for one in served.data if not one.base} or {one.id for one in served.data}
-        adapters = {self.adapter_name(one.base, one.id): self.event_name(one) for one in served.data if one.id not in bases}
+        adapters = {
+            self.adapter_name(one.base, one.id): self.event_name(one) for one in served.data if one.id not in bases
+        }
         names = (one.id if one.id in bases else self.adapter_name(one.base, one.id) for one in served.data)
         return EngineInfo(tuple(dict.fromkeys(names)), engine=self.name, adapters=adapters)
 
