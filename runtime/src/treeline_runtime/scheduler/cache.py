@@ -201,7 +201,7 @@ class CacheManager:
     # ---- watching -----------------------------------------------------------------------------------------
 
     def load_fields(self, audited: int) -> dict[str, Any]:
-        """What LoadUpdate has of it and its tiers. audited: pages that an audit holds, which are not in use."""
+        """What LoadUpdate has of it, its slots and its tiers. audited: pages that an audit holds, which are not in use."""
         used = self.used_pages - audited
         return {
             "pages_used": used,
@@ -209,6 +209,7 @@ class CacheManager:
             "pages_total": self.pool.num_pages,
             "page_size": self.page_size,
             "tokens_used": used * self.page_size,
+            "resident": self.slots.resident,
             **({} if self.tiers is None else self.tiers.load_fields()),
         }
 

@@ -479,7 +479,6 @@ class Scheduler:
             asleep=self.residence.level,
             audits=self.audits.counts,
             digests=self.adapters.names,
-            resident=self.cache.slots.resident,
             **self.stats.load_fields(),
             **self.cache.load_fields(self.audits.held_pages),
         )
