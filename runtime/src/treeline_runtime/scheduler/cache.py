@@ -201,7 +201,7 @@ class CacheManager:
     # ---- watching -----------------------------------------------------------------------------------------
 
     def load_fields(self, audited: int) -> dict[str, Any]:
-        """What LoadUpdate has of it, its slots and its tiers. audited: pages that an audit holds, not in use."""
+        """What LoadUpdate has of it and its tiers. audited: pages that an audit holds, which are not in use."""
         used = self.used_pages - audited
         return {
             "pages_used": used,
