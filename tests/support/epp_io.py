@@ -443,9 +443,11 @@ class FakePublisher:
                 return []
 
 
-def stored(tokens: Sequence[int], *, parent: BlockStored | None = None, size: int = 16) -> BlockStored:
+def stored(
+    tokens: Sequence[int], *, parent: BlockStored | None = None, size: int = 16, namespace: str | None = None
+) -> BlockStored:
     """Return a run of whole blocks, hashed as our runtime hashes them (each block's own digest chain)."""
-    digest = root_digest(None) if parent is None else _DIGESTS[parent.block_hashes[-1]]
+    digest = root_digest(namespace) if parent is None else _DIGESTS[parent.block_hashes[-1]]
     hashes = []
     for start in range(0, len(tokens) - size + 1, size):
         digest = block_hash(digest, tokens[start : start + size])
@@ -456,6 +458,7 @@ def stored(tokens: Sequence[int], *, parent: BlockStored | None = None, size: in
         parent_block_hash=None if parent is None else parent.block_hashes[-1],
         token_ids=list(tokens[: len(hashes) * size]),
         block_size=size,
+        cache_salt=namespace,
     )
 
 

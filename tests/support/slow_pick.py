@@ -14,7 +14,7 @@ from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.policies.predicted_ttft import STICKY_S, STICKY_SHARE
 from treeline_epp.picking.request import Request
-from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, FOLLOWERS, Candidate, Scored, score, with_followers
+from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, FOLLOWERS, Candidate, Scored, score, with_terms
 
 
 def serves(endpoint: Endpoint, request: Request) -> bool:
@@ -108,7 +108,7 @@ def with_all_followers(scored: list[Scored], now: float) -> list[Scored]:
     found = []
     for one, own_per_s in zip(scored, per_s, strict=True):
         followers = FOLLOWERS * ARRIVALS_S * max(0.0, own_per_s - sum(per_s) / len(per_s))
-        found.append(with_followers(one, followers * (one.later_s - soonest)))
+        found.append(with_terms(one, followers * (one.later_s - soonest), 0.0))
     return found
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from treeline_wire.namespaces import adapter_of, client_salt, event_namespace, join_namespace, join_salt
+from treeline_wire.namespaces import adapter_of, client_salt, event_namespace, join_namespace, join_salt, with_adapter
 from treeline_wire.prompt import PromptError, namespace_of
 
 # Strings that could confuse a joiner: separators, marks, what JSON writes, and the derived strings themselves.
@@ -34,6 +34,12 @@ def canonical(*parts: str | None) -> tuple[str | None, ...]:
 def test_distinct_triples_of_adapter_salt_and_client_never_share_a_namespace(first, second):
     same = canonical(*first) == canonical(*second)
     assert (join_namespace(*first) == join_namespace(*second)) == same
+
+
+@given(lora=STRINGS, other=STRINGS, salt=STRINGS, client=STRINGS)
+def test_another_adapter_takes_the_place_of_the_first_and_of_nothing_else(lora, other, salt, client):
+    expected = join_namespace(other if lora and other else lora, salt, client)
+    assert with_adapter(join_namespace(lora, salt, client), other or None) == expected
 
 
 @given(lora=STRINGS, salt=STRINGS, client=STRINGS)

@@ -64,6 +64,8 @@ def _kind(info: Any) -> str:
             return " or ".join(_kind(one) for one in info.types if not isinstance(one, msgspec.inspect.NoneType))
         case msgspec.inspect.ListType():
             return f"array of {_kind(info.item_type)}" + (f", at most {info.max_length:,}" if info.max_length else "")
+        case msgspec.inspect.DictType():
+            return f"map from {_kind(info.key_type)} to {_kind(info.value_type)}"
         case msgspec.inspect.StructType():
             return f"[{info.cls.__name__}](#{info.cls.__name__.lower()})"
     return {"int": "integer", "str": "string", "float": "number", "bool": "boolean", "any": "any"}[

@@ -23,7 +23,7 @@ _MOST_BYTES = 64 * 1024 * 1024
 _TOKENS = ("cached", "host", "disk", "uncached", "queued")
 _TERMS = (
     *("cost_s", "queue_s", "prefill_s", "load_s", "slots_s", "full_s"),
-    *("decode_s", "others_s", "evict_s", "follow_s"),
+    *("decode_s", "others_s", "evict_s", "follow_s", "adapter_s"),
 )
 
 

@@ -297,7 +297,7 @@ class Fleet:
             if self._keyers.source(known) is not self._keyers.source(spec):
                 self._follow_anew(member, info)
             return
-        member.reports_draining, member.reports_adapters = set(), []
+        member.reports_draining, member.reports_adapters = set(), ([], {})
         self._start_following(member, info)
 
     def _start_following(self, member: Member, info: EngineInfo) -> None:
@@ -417,8 +417,8 @@ class Fleet:
     ) -> Sequence[Request]:
         """Take a load report of one of an endpoint's ranks that send any; return requests for its publisher."""
         now = time.monotonic()
-        if isinstance(load, TreelineLoad) and load.adapters != member.reports_adapters:
-            member.reports_adapters = load.adapters
+        if isinstance(load, TreelineLoad) and (load.adapters, load.digests) != member.reports_adapters:
+            member.reports_adapters = load.adapters, load.digests
             member.watcher.probe_now()
         draining = isinstance(load, TreelineLoad) and load.draining
         if draining != (rank in member.reports_draining):

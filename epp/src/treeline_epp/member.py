@@ -33,7 +33,7 @@ class Member:
         self.keyer: PromptKeyer | None = None  # reads its events and makes the keys of its requests
         self.keyer_problem: str | None = None  # why its own tokenizer cannot be used
         self.reports_draining: set[int] = set()  # ranks, by their last reports
-        self.reports_adapters: list[str] = []  # loaded adapters, by its last report
+        self.reports_adapters: tuple[list[str], dict[str, str]] = [], {}  # loaded ones, and their digests, as reported
         self.ready, self.draining = spec.ready, spec.draining  # from discovery; may change while it lives
         self.tasks: list[asyncio.Task[None]] = []
         self.follower: asyncio.Task[None] | None = None

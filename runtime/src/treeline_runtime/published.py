@@ -106,8 +106,6 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """By source; {} without audits."""
     tiers: TierLoad | None = None
     """None: the cache is on the device only."""
-    digests: dict[str, str] = msgspec.field(default_factory=dict)
-    """Of the loaded adapters, by name."""
 
     @property
     def used_share(self) -> float:

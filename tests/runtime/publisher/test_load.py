@@ -98,6 +98,8 @@ def test_both_forms_carry_the_load_and_the_same_number() -> None:
             pages_total=10,
             page_size=16,
             tokens_used=60,
+            digests={"sql": "0a", "chat": "0b"},
+            resident=["0b"],
         ),
         0.0,
     )
@@ -113,4 +115,5 @@ def test_both_forms_carry_the_load_and_the_same_number() -> None:
         stat.max_total_num_tokens,
         stat.num_waiting_uncached_tokens,
     ) == (3, 60, 160, 50)
+    assert (ours.adapters, ours.digests, ours.resident) == (["chat", "sql"], {"sql": "0a", "chat": "0b"}, ["0b"])
     assert (ours.epoch, ours.in_flight, ours.pages_used, ours.page_size) == (42, 5, 4, 16)

@@ -42,6 +42,7 @@ def test_pages_come_back_from_the_host_for_the_same_adapter_alone(tiny: Path, mo
             engine.generate(f"other {i}", prompt(9 + i, 96))
         assert engine.generate("b", PROMPT, namespace=other) == expected[1]
         assert engine.last("b").cached_tokens == 0
+        assert engine.load().resident == sorted(engine.adapters.names.values())
         assert engine.generate("a", PROMPT, namespace=one) == expected[0]
         assert engine.last("a").cached_tokens == 96
         assert tiered_engine.report(engine).total_loaded_tokens["CPU"] > 0

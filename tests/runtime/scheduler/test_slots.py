@@ -41,6 +41,7 @@ def test_requests_of_one_adapter_share_a_slot_and_keep_it() -> None:
 def test_what_no_launch_has_put_there_is_told_until_one_has() -> None:
     slots = filled(2, "ab")
     assert slots.news == {0: "a", 1: "b"}
+    assert slots.resident == ["a", "b"]
     slots.told()
     slots.take("a")
     assert slots.news == {}
@@ -50,6 +51,7 @@ def test_what_no_launch_has_put_there_is_told_until_one_has() -> None:
     slots.release("c")
     slots.take("d")
     assert set(slots.news.values()) == {"c", "d"}
+    assert slots.resident == ["c", "d"]
 
 
 def test_the_idle_adapter_with_the_fewest_waiting_tokens_goes_first_and_then_the_least_recent() -> None:

@@ -44,7 +44,8 @@ class TreelineLoad(Struct, frozen=True):
     `waiting`: in the scheduler. `waiting_uncached_tokens`: prefill work left. `pages_used` are neither free nor
     evictable, `pages_cached` evictable; the rest of `pages_total` is free. `host_tokens_per_s`, `disk_tokens_per_s` and
     `peer_tokens_per_s`: the speed at which it loads cached tokens from host memory, from disk and from other runtimes,
-    0 while unknown.
+    0 while unknown. `digests`: of the loaded adapters, by name; `adapters` are their names, `resident` the
+    digests of those that have a slot on the device.
     """
 
     epoch: Count = 0
@@ -65,6 +66,8 @@ class TreelineLoad(Struct, frozen=True):
     host_tokens_per_s: Rate = 0.0
     disk_tokens_per_s: Rate = 0.0
     peer_tokens_per_s: Rate = 0.0
+    digests: dict[str, str] = {}
+    resident: list[str] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -36,6 +36,15 @@ def adapter_of(namespace: str | None) -> str | None:
     return adapter
 
 
+def with_adapter(namespace: str | None, adapter: str | None) -> str | None:
+    """Returns a namespace from `join_namespace` with this adapter in place of its own; the same if one of the two is
+    None.
+    """
+    if namespace is None or adapter is None or adapter_of(namespace) in (None, adapter):
+        return namespace
+    return _MARK + json.dumps({**json.loads(namespace[1:]), "lora": adapter}, ensure_ascii=False)
+
+
 def join_salt(cache_salt: str | None, extra_key: str | None) -> str | None:
     """Joins the two salts that a request may have. Injective."""
     if extra_key or (cache_salt and cache_salt.startswith(_MARK)):

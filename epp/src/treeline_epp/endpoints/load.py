@@ -25,6 +25,7 @@ requests and is measured again, while one that is slow under load stays known as
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -71,6 +72,7 @@ OVERLOADED_FOR_S = 1.0
 class Report:
     """A load report in the picker's own terms. Zeros mean "unknown". `tokens_held` of `tokens_total` are in memory,
     running or cached (SGLang's report counts the running ones only). `in_flight` are all requests that the engine has.
+    `adapters` are those that our runtime has, by digest, and whether each has a slot on the device.
     """
 
     at: float
@@ -83,6 +85,7 @@ class Report:
     max_running: int = 0
     decode_step_s: float = 0.0
     draining: bool = False
+    adapters: Mapping[str, bool] = field(default_factory=dict)
     lag_s: float = TRANSIT_S
 
     @property
@@ -120,6 +123,7 @@ def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
             max_running=load.max_running,
             decode_step_s=load.decode_step_ms / 1000.0,
             draining=load.draining,
+            adapters={digest: digest in load.resident for digest in load.digests.values()},
         )
     return Report(
         at=at,

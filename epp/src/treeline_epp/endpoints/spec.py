@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer, why_not
@@ -30,7 +31,8 @@ class KvPorts:
 class EndpointSpec:
     """One endpoint as discovery knows it.
 
-    `address` is `ip:port` of its HTTP server, IPv6 in brackets. `models` are the names that it serves, empty for any.
+    `address` is `ip:port` of its HTTP server, IPv6 in brackets. `models` are the names that it serves, empty for any;
+    `adapters` are the adapters among them, with their names in the namespaces of its events.
     `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` come from
     discovery, not from the engine. `trust_ready`: `ready` is enough where the engine has no probes.
     `engine` is its type, empty where discovery does not say: then it may be asked for every path.
@@ -45,6 +47,7 @@ class EndpointSpec:
     address: str
     pool: str = "default"
     models: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict, hash=False)
     uid: str = ""
     ready: bool = True
     draining: bool = False

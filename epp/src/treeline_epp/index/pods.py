@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,6 +147,29 @@ class Match(Struct, frozen=True):
                 found = level_hit(level)
                 return found if not pod.lower else replace(found, **self._tiers(pod))
         return NO_HIT
+
+    def of(self, pods: Iterable[Pod]) -> Match:
+        """Return the hits of these pods alone. O(pods + levels)."""
+        kept = set(pods)
+        bits = sum(pod.bit for pod in kept)
+
+        def some(levels: Sequence[Level]) -> list[Level]:
+            return [replace(level, pods=level.pods & bits) for level in levels if level.pods & bits]
+
+        special = {pod: hit for pod, hit in self.special.items() if pod in kept}
+        lower = {tier: some(levels) for tier, levels in self.lower.items()}
+        return Match(some(self.levels), special, self.matched, lower)
+
+    def joined(self, other: Match) -> Match:
+        """Return the hits of both, which are of different pods. O(levels)."""
+
+        def both(one: Sequence[Level], two: Sequence[Level]) -> list[Level]:
+            return sorted([*one, *two], key=lambda level: level.tokens, reverse=True)
+
+        tiers = dict.fromkeys([*self.lower, *other.lower])
+        lower = {tier: both(self.lower.get(tier, ()), other.lower.get(tier, ())) for tier in tiers}
+        matched = max(self.matched, other.matched)
+        return Match(both(self.levels, other.levels), {**self.special, **other.special}, matched, lower)
 
     def _tiers(self, pod: Pod) -> dict[str, int]:
         return {

@@ -49,7 +49,7 @@ class Own:
         request, best, spec = lease.decision.request, lease.decision.best, lease.endpoint.spec
         marks: tuple[int, ...] = ()
         if request.key and lease.answer.predicted_until is not None:
-            known = self._landmarks.marks(lease.answer.pod.scope, request.namespace, request.key)
+            known = self._landmarks.marks(lease.answer.pod.scope, request.namespace_at(spec), request.key)
             marks = told(known, best.candidate.hit.end)
         self._last_id += 1
         record = Opened(

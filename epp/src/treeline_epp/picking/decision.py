@@ -86,7 +86,7 @@ class Lease:
         if result is AuditResult.REBUILD:
             index.request_rebuild(pod)
         elif result is AuditResult.CAP_HIT:
-            index.cap_hit(pod, request.namespace, request.key, cached_tokens, now)
+            index.cap_hit(pod, request.namespace_at(endpoint.spec), request.key, cached_tokens, now)
 
 
 class Elsewhere(Protocol):

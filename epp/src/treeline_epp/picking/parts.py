@@ -33,13 +33,15 @@ class Parts:
         pod, queued_tokens = endpoint.expecting(scored.candidate.rank), endpoint.load.queue(now)[0]
         part = Part(endpoint, pod, self.charge(endpoint, tokens, prefill_s, now), queued_tokens)
         if request.key:
-            part.predicted_until = self.index.predict(pod, request.namespace, request.key, scored.candidate.hit, now)
+            namespace = request.namespace_at(endpoint.spec)
+            part.predicted_until = self.index.predict(pod, namespace, request.key, scored.candidate.hit, now)
         return part
 
     def withdraw(self, request: Request, part: Part) -> None:
         """Drop the prediction: the endpoint did not do this prefill, and will not hold the prompt."""
         if part.predicted_until is not None and request.key and part.pod.bit:
-            self.index.withdraw(part.pod, request.namespace, request.key, part.predicted_until)
+            namespace = request.namespace_at(part.endpoint.spec)
+            self.index.withdraw(part.pod, namespace, request.key, part.predicted_until)
 
     def prefilled(self, lease: Lease, outcome: Outcome, now: float, took_s: float = 0.0) -> None:
         """Take the end of a prompt's computation at a prefill endpoint, which took so long (or longer), if that is

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct
+from treeline_wire.namespaces import with_adapter
+
+from treeline_epp.endpoints.spec import EndpointSpec
 
 
 class Request(Struct, frozen=True):
@@ -50,3 +53,7 @@ class Request(Struct, frozen=True):
     rewrite: str | None = None
     members: Mapping[str, Any] | None = None
     learn: Callable[[int, int], None] | None = None
+
+    def namespace_at(self, spec: EndpointSpec) -> str | None:
+        """Return its namespace at an endpoint, where its adapter may have other files than at others."""
+        return with_adapter(self.namespace, spec.adapters.get(self.model or ""))

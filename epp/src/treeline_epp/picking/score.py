@@ -21,6 +21,7 @@ The others are costs that come later, for itself and for later requests:
                If the request says how many like it will follow (`fork`): also the time until the last of them has a
                running slot
     evict_s    if pages are nearly full: work that must be done again for the blocks it would evict
+    adapter_s  at an endpoint that says that the request's adapter has no slot on its device: putting it there
     follow_s   at an endpoint that gets more than its share of requests, the cost to those that follow: each waits
                longer there than at the best endpoint. It holds a prefix that many share, and a second holder would take
                some of them. It needs all candidates (`follow_s`, the function)
@@ -126,6 +127,7 @@ class Scored(Struct, frozen=True):
     others_s: float = 0.0
     evict_s: float = 0.0
     follow_s: float = 0.0
+    adapter_s: float = 0.0
 
     @property
     def wait_s(self) -> float:
@@ -238,9 +240,12 @@ def follow_s(arrivals: Floats, arrived_at: Floats, later_s: Floats, now: float) 
     return cost_s
 
 
-def with_followers(scored: Scored, followers_s: float) -> Scored:
-    """Return the score with the term that needs a comparison."""
-    return replace(scored, follow_s=followers_s, cost_s=scored.cost_s + followers_s) if followers_s else scored
+def with_terms(scored: Scored, followers_s: float, adapter_s: float) -> Scored:
+    """Return the score with the term that needs a comparison, and that of the request's adapter."""
+    if not followers_s and not adapter_s:
+        return scored
+    ttft_s, cost_s = scored.ttft_s + adapter_s, scored.cost_s + followers_s + adapter_s
+    return replace(scored, ttft_s=ttft_s, follow_s=followers_s, adapter_s=adapter_s, cost_s=cost_s)
 
 
 def waits_and_costs(

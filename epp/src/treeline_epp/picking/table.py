@@ -6,12 +6,13 @@ A row is copied from its owners (load, breaker, pod) at the next look after the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from treeline_wire.namespaces import adapter_of
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address, unfit
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
@@ -59,25 +60,25 @@ _MOST_ASKED = 256
 
 
 class _Group(Struct):
-    """The endpoints of one pool with the same models, the same role, and the same way to hand over prompts."""
+    """The endpoints of one pool with the same models, adapters and role, and the same way to hand over prompts."""
 
     spec: EndpointSpec
     rows: dict[int, None]
 
 
-_Key = tuple[str, tuple[str, ...], Role, Transfer | None]
+_Key = tuple[str, tuple[str, ...], frozenset[tuple[str, str]], Role, Transfer | None]
 
 
 class _Asked(NamedTuple):
     """The endpoints that serve one pool and model: those that answer; of those that cannot serve a request alone, and
     of those that give pages to others, the rows of each group, with one of its endpoints; and the index's scopes of
-    all.
+    all, each with the rows by the adapter's name in the endpoints' events (None: it is no adapter there).
     """
 
     serving: Mask
     halves: Sequence[tuple[EndpointSpec, Rows]]
     lenders: Sequence[tuple[EndpointSpec, Rows]]
-    scopes: set[str]
+    scopes: Mapping[str, Mapping[str | None, Sequence[int]]]
 
 
 class Table:
@@ -198,7 +199,9 @@ class Table:
         return self._fitting(request, self._asked(request).lenders if pulls else (), spec)
 
     def _fitting(self, request: Request, asked: Sequence[tuple[EndpointSpec, Rows]], spec: EndpointSpec) -> Rows:
-        fitting = [rows for one, rows in asked if not unfit(one, spec)]
+        name = request.model or ""  # of an adapter, perhaps, whose files then must be the same
+        same = (one for one in asked if len({one[0].adapters.get(name), spec.adapters.get(name)} - {None}) < 2)
+        fitting = [rows for one, rows in same if not unfit(one, spec)]
         if not fitting:
             return _NO_ROWS
         rows = np.sort(np.concatenate(fitting))
@@ -213,8 +216,10 @@ class Table:
             mask[rows] = len(self.partners(request, one)) > 0
         return mask
 
-    def scopes(self, request: Request) -> set[str]:
-        """Return the index's scopes of these endpoints: one, unless the request could go to several models. O(1)."""
+    def scopes(self, request: Request) -> Mapping[str, Mapping[str | None, Sequence[int]]]:
+        """Return the index's scopes of these endpoints: one, unless the request could go to several models. Of
+        each, the rows by the adapter's name there: one name, unless its files differ. O(1).
+        """
         return self._asked(request).scopes
 
     def _asked(self, request: Request) -> _Asked:
@@ -232,7 +237,10 @@ class Table:
                     halves.append((group.spec, rows))
                 if group.spec.lends:
                     lenders.append((group.spec, rows))
-            scopes = {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
+            scopes: dict[str, dict[str | None, list[int]]] = {}
+            for group in groups:
+                adapters = scopes.setdefault(self.at_row(next(iter(group.rows))).pod.scope, {})
+                adapters.setdefault(group.spec.adapters.get(request.model or ""), []).extend(group.rows)
             known = self._serving[request.pool, request.model] = _Asked(mask, halves, lenders, scopes)
         return known
 
@@ -251,10 +259,28 @@ class Table:
         self._stale.clear()
         return self.columns[:, : self.size] if len(rows) == self.size else self.columns[:, rows]
 
-    def has_adapter(self, rows: Rows, lora: str) -> Mask:
-        """Return which of these rows are known to have loaded an adapter. O(rows), one by one."""
-        found = (self.endpoints[row] for row in rows.tolist())
-        return np.array([one is not None and any(lora in pod.adapters for pod in one.pods) for one in found], np.bool_)
+    def has_adapter(self, rows: Rows, slots: Floats, lora: str) -> Mask:
+        """Return which of these rows are known to have loaded an adapter: by their events, or as of `adapter_slots`.
+        O(rows), one by one.
+        """
+        named = (any(lora in pod.adapters for pod in self.at_row(row).pods) for row in rows.tolist())
+        mask: Mask = np.fromiter(named, np.bool_, len(rows)) | (slots > 0.0)
+        return mask
+
+    def adapter_slots(self, request: Request, rows: Rows) -> Floats:
+        """Return for each of these rows 1 if its report says that the request's adapter has a slot on the device, -1 if
+        it has none, 0 if it does not say that. O(rows), one by one for a request for an adapter.
+        """
+        slots: Floats = np.zeros(len(rows))
+        lora = adapter_of(request.namespace)
+        if lora is None:
+            return slots
+        for at, row in enumerate(rows.tolist()):
+            one = self.at_row(row)
+            report, name = one.load.report, one.spec.adapters.get(request.model or "", lora)
+            if report is not None and name in report.adapters:
+                slots[at] = 1.0 if report.adapters[name] else -1.0
+        return slots
 
     def at(self, addresses: Iterable[str]) -> Rows:
         """Return the rows at any of these addresses (`ip:port`, or `ip` for all its ports), in order. O(addresses)."""
@@ -265,7 +291,7 @@ class Table:
 
 
 def _key(spec: EndpointSpec) -> _Key:
-    return spec.pool, spec.models, spec.role, spec.transfer
+    return spec.pool, spec.models, frozenset(spec.adapters.items()), spec.role, spec.transfer
 
 
 def serves(spec: EndpointSpec, request: Request) -> bool:

@@ -33,8 +33,9 @@ picker's own history fills the namespaces of such requests."""
 
 
 class Adapters(msgspec.Struct, frozen=True):
-    """The adapters of a pool: from the name in requests to its engines, to the name in their events. `engine` is the
-    type of its engines, empty if it is unknown or they differ.
+    """The adapters of a pool: from the name in requests to its engines, to the name in their events' namespaces, of the
+    last endpoint if they differ (see `Request.namespace_at`). `engine` is the type of its engines, empty if it is
+    unknown or they differ.
     """
 
     engine: str = ""
@@ -49,6 +50,8 @@ class Adapters(msgspec.Struct, frozen=True):
         if not unread.isdisjoint(body):
             body = {name: value for name, value in body.items() if name not in unread}
         adapter = self.names.get(model) if model and not path.endswith("/generate") else None
+        if adapter is None and isinstance(path_named := body.get(_LORA_PATH), str):
+            adapter = self.names.get(path_named)
         return body if adapter is None else {**body, _LORA_PATH: adapter}
 
 

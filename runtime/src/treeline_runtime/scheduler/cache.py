@@ -206,6 +206,7 @@ class CacheManager:
             "pages_total": self.pool.num_pages,
             "page_size": self.page_size,
             "tokens_used": used * self.page_size,
+            "resident": self.slots.resident,
             **({} if self.tiers is None else self.tiers.load_fields()),
         }
 

@@ -129,6 +129,10 @@ class AdapterSlots:
     # ---- watching -----------------------------------------------------------------------------------------
 
     @property
+    def resident(self) -> list[str]:
+        return sorted(self._slots)
+
+    @property
     def running(self) -> list[str]:
         return [adapter for adapter, count in self._used.items() if count]
 

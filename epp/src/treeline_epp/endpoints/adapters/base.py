@@ -49,11 +49,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     to do about it. `isolates_clients`: it reads from the edge's headers whose cache a request uses. `foreign_host`: a
     host other than its own that the engine names for its sockets; the picker never connects to it. `dials`: the
     endpoint of its `--kv-events-config`, if the engine may connect to it instead of listening there. `engine` is the
-    name of the adapter that asked. `adapters` are the LoRA adapters among `models`, with the name that its events use
-    for each. `wants_key`: without its key it does not list its models, so `models` is empty and it gets requests for
-    any model. `obeys_ranks`: a request runs at the data-parallel rank that its header names, unless its path is one of
-    `unranked`. `role` and `transfer` are None where the engine does not say them. `cache_sources_off` are the caches
-    that it does not use any more, since an audit found wrong pages there: `tree`, `host`, `disk`, `peer`.
+    name of the adapter that asked. `adapters` are the LoRA adapters among `models`, with the name that the namespace of
+    its events uses for each: our runtime's is the digest of the files. `wants_key`: without its key it does not list
+    its models, so `models` is empty and it gets requests for any model. `obeys_ranks`: a request runs at the
+    data-parallel rank that its header names, unless its path is one of `unranked`. `role` and `transfer` are None where
+    the engine does not say them. `cache_sources_off` are the caches that it does not use any more, since an audit found
+    wrong pages there: `tree`, `host`, `disk`, `peer`.
     """
 
     models: tuple[str, ...] = ()
@@ -82,7 +83,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
         transfer = self.transfer or spec.transfer
         if transfer is not None and spec.protocol is not None:
             transfer = dataclasses.replace(transfer, protocol=spec.protocol)
-        return dataclasses.replace(spec, models=self.models, uid=uid, role=self.role or spec.role, transfer=transfer)
+        told = dataclasses.replace(spec, models=self.models, adapters=self.adapters, uid=uid, transfer=transfer)
+        return dataclasses.replace(told, role=self.role or spec.role)
 
     def endpoints(self, server: EndpointSpec) -> tuple[EndpointSpec, ...]:
         """Return the endpoints that a server is to the picker: one, or one for each rank that requests may name."""

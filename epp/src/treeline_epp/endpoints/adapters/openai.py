@@ -26,12 +26,15 @@ _NOTHING = Raw(b"null")
 
 
 class Model(msgspec.Struct):
-    """One entry of `/v1/models`. `owned_by` and `parent` are usually strings: other values are ignored."""
+    """One entry of `/v1/models`. All but `id` are usually strings: other values are ignored. `digest`: of an adapter's
+    files, from our runtime.
+    """
 
     id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
     root: Raw = _NOTHING
     owned_by: Raw = _NOTHING
     parent: Raw = _NOTHING
+    digest: Raw = _NOTHING
 
     @property
     def owner(self) -> str:
@@ -42,6 +45,11 @@ class Model(msgspec.Struct):
     def checkpoint(self) -> str:
         """The checkpoint from which it was loaded; empty where the engine does not say."""
         return _name(self.root)
+
+    @property
+    def content(self) -> str:
+        """The digest of an adapter's files; empty where the engine does not say."""
+        return _name(self.digest)
 
     @property
     def base(self) -> str:
@@ -93,13 +101,19 @@ class OpenAIAdapter:
         if served is None:
             raise UnusableError(f"{http.base} has no /v1/models")
         bases = {one.id for one in served.data if not one.base} or {one.id for one in served.data}
-        adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.id not in bases}
+        adapters = {
+            self.adapter_name(one.base, one.id): self.event_name(one) for one in served.data if one.id not in bases
+        }
         names = (one.id if one.id in bases else self.adapter_name(one.base, one.id) for one in served.data)
         return EngineInfo(tuple(dict.fromkeys(names)), engine=self.name, adapters=adapters)
 
     def adapter_name(self, base: str, adapter: str) -> str:
         """Return the model name that requests use for an adapter of `base`."""
         return adapter
+
+    def event_name(self, adapter: Model) -> str:
+        """Return the name of an adapter in the namespace of its events."""
+        return adapter.id
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Return its models. Raises `EngineError`."""

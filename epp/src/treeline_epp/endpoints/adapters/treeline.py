@@ -12,6 +12,7 @@ from msgspec import Meta
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports
+from treeline_epp.endpoints.adapters.openai import Model
 from treeline_epp.endpoints.adapters.sglang import Port, ServerInfo, SGLangAdapter
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
 from treeline_epp.endpoints.http_answer import HttpError
@@ -55,6 +56,10 @@ class TreelineAdapter(SGLangAdapter):
     def adapter_name(self, base: str, adapter: str) -> str:
         """Return the adapter's own name: our runtime lists none."""
         return adapter
+
+    def event_name(self, adapter: Model) -> str:
+        """Return the digest of its files."""
+        return adapter.content or adapter.id
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Return its models, epoch, tokenizer and sockets. Raises `EngineError`."""
