@@ -189,7 +189,7 @@ def test_a_warm_up_leaves_nothing_behind(tiny: Path) -> None:
     cold, warm = Harness(tiny), Harness(tiny)
     warm.residence.warm_up()
     warm.assert_clean()
-    assert warm.cache.used_pages == 0
+    assert warm.load().pages_used == 0
     assert warm.generate("a", prompt(1, 20), max_new_tokens=5) == cold.generate("a", prompt(1, 20), max_new_tokens=5)
 
 

@@ -174,7 +174,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_holds_no_page_of_the_device(
         steps(made)
         assert held.began.wait(60)
         assert set(made.prefill.waiting) == {"waits", "alike"}
-        assert made.cache.used_pages == 0
+        assert made.load().pages_used == 0
         now[0] = STALLED_S
         steps(made)
         made.submit("later", PROMPTS[1])

@@ -43,7 +43,7 @@ class SchedulerStats:
         self._tokens = 0.0  # sums over steps: tokens,
         self._squares = 0.0  # tokens × tokens,
         self._busy = 0.0  # tokens × seconds
-        self._decode = 0.0
+        self.decode_step_ms = 0.0
         self._prefilled = self._decoded = False
 
     def on_prefill(self, tokens: int, seconds: float) -> None:
@@ -78,7 +78,8 @@ class SchedulerStats:
         if not self._decoded:
             self._decoded = True
             return
-        self._decode = FORGET * self._decode + (1 - FORGET) * seconds if self._decode else seconds
+        known = self.decode_step_ms
+        self.decode_step_ms = FORGET * known + (1 - FORGET) * seconds * 1e3 if known else seconds * 1e3
 
     def load_fields(self) -> dict[str, Any]:
         """What LoadUpdate has of it."""
@@ -93,10 +94,6 @@ class SchedulerStats:
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_step_ms": self.decode_step_ms,
         }
-
-    @property
-    def decode_step_ms(self) -> float:
-        return self._decode * 1e3
 
 
 class Transport(Protocol):
