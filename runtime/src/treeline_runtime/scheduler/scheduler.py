@@ -173,7 +173,7 @@ class Scheduler:
         if is_called:
             self.executor.idle()
         worked = bool(messages or copied or loaded or ready or waited or self._pending or is_called)
-        worked |= self.reporter.has_tokens
+        worked = worked or self.reporter.has_tokens
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
