@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from dummy_model import write_model
 from engine import SHAPES, report, seconds_of
+from pull import pages_at
 from server import Server, serving
 
 WITHIN_S = 10.0
@@ -163,18 +164,15 @@ def link_bytes_s() -> float:
 
 def measure(load: Load, servers: list[Server], token_bytes: int, turns: int) -> None:
     ports = [server.port for server in servers]
-    address = f"127.0.0.1:{asyncio.run(_transfer_port(ports[0]))}"
-    forms: dict[str, Callable[[int], Awaitable[tuple[Seen, float]]]] = {
-        "together": lambda seed: drive(load, ports, None, seed),
-        "apart": lambda seed: drive(load, ports, address, seed),
-    }
+    address = pages_at(ports[0])
+    forms = {"together": None, "apart": address}
     rate = load.long * token_bytes / asyncio.run(alone(load, ports, address, turns))
     report("pd.transfer_gb_s", rate / 1e9)
     if torch.cuda.device_count() > 1:
         report("pd.transfer_share_of_link", rate / link_bytes_s())
     found = dict[str, tuple[float, float, float]]()
     for seed, form in enumerate(["together", "apart", *forms]):  # the first of each warms up
-        seen, seconds = asyncio.run(_awaited(forms[form](seed)))
+        seen, seconds = asyncio.run(drive(load, ports, forms[form], seed))
         p99 = statistics.quantiles(seen.gaps, n=100)[-1]
         found[form] = 1e3 * p99, 1e3 * statistics.median(seen.firsts), seen.tokens / seconds
         sys.stderr.write(f"{form}: {found[form]} in {seconds:.1f} s\n")
@@ -186,19 +184,6 @@ def measure(load: Load, servers: list[Server], token_bytes: int, turns: int) -> 
     for i, name in enumerate(("itl_p99", "ttft_p50", "throughput")):
         report(f"pd.{name}_ratio", found["apart"][i] / found["together"][i])
     report("pd.cached_share", cached)
-
-
-async def _awaited(found: Awaitable[tuple[Seen, float]]) -> tuple[Seen, float]:
-    return await found
-
-
-async def _transfer_port(port: int) -> int:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /server_info HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-    answer = await reader.read()
-    writer.close()
-    found: int = json.loads(answer.partition(b"\r\n\r\n")[2])["kv_transfer_port"]
-    return found
 
 
 def main() -> int:

@@ -47,6 +47,13 @@ def ask(port: int, prompt: list[int], pages_from: str | None = None) -> tuple[fl
     return 1e3 * first, found["output_ids"], found["meta_info"]["cached_tokens"]
 
 
+def pages_at(port: int) -> str:
+    """Where the server at this port gives pages to others."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", "/server_info")
+    return f"127.0.0.1:{json.load(connection.getresponse())['kv_transfer_port']}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
@@ -62,9 +69,7 @@ def main() -> int:
             serving(models[0], settings, "treeline_runtime", {}) as source,
             serving(models[1], settings, "treeline_runtime", {}) as server,
         ):
-            connection = http.client.HTTPConnection("127.0.0.1", source.port)
-            connection.request("GET", "/server_info")
-            address = f"127.0.0.1:{json.load(connection.getresponse())['kv_transfer_port']}"
+            address = pages_at(source.port)
             for turn in range(UNCOUNTED + (1 if args.quick else 6)):
                 prompt, other = (rng.choices(range(10, 4000), k=PROMPT + 1) for _ in range(2))
                 _, expected, _ = ask(source.port, prompt)

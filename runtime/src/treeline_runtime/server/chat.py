@@ -224,7 +224,7 @@ async def chat(call: Annotated[Call[ChatTask], call_of("chat", "generate")]) -> 
 
 class _Answer(AnswerMaker):
     def __init__(self, service: Service, task: ChatTask) -> None:
-        self._prompts, self._model = service.prompts, task.model or service.model_name
+        self._prompts, self._model = service.prompts, service.name_of(task)
         self._task = task
         self._choices = choices(service.prompts, task)
         self._last: dict[int, TextOut] = {}

@@ -81,7 +81,7 @@ class _Answer(AnswerMaker):
         self._task = task
         self._choices = [_Choice(service.prompts, task, index) for index in range(task.generations)]
         self._last: dict[int, TextOut] = {}
-        envelope = openai.envelope(task.rid, "text_completion", task.model or service.model_name)
+        envelope = openai.envelope(task.rid, "text_completion", service.name_of(task))
         self._head = answers.Completion(**envelope, usage=None if task.usage else UNSET, choices=[])
 
     def _counted(self) -> answers.Completion:

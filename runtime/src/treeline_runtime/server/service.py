@@ -192,6 +192,10 @@ class Service:
     def task(self) -> Task:
         return "generate" if self.pooling is None else self.pooling.task
 
+    def name_of(self, task: Generations) -> str:
+        """What an answer calls its model: the adapter that the request asks for, or the model itself."""
+        return task.model or self.model_name
+
     def pools(self) -> Pooling:
         """The model's pooling, for endpoints that exist only if it has one."""
         assert self.pooling is not None

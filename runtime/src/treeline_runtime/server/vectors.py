@@ -50,7 +50,7 @@ async def embeddings(
     if task.dimensions is not None:
         check_dimensions(service.pools(), task.dimensions)
     outs = await _outs(service, asked, task)
-    head = answers.Embeddings("list", task.model or service.model_name, _usage(task), [])
+    head = answers.Embeddings("list", service.name_of(task), _usage(task), [])
     return await _vectors(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
 
 
@@ -137,7 +137,7 @@ async def rerank(
         index = order[place]
         return answers.Ranked(index, scores[index], UNSET if texts is None else answers.RankedDocument(texts[index]))
 
-    head = answers.Ranking(task.rid, "list", task.model or service.model_name, _usage(task), [])
+    head = answers.Ranking(task.rid, "list", service.name_of(task), _usage(task), [])
     return await _listed(task, outs, head, item, len(order))
 
 
@@ -182,7 +182,7 @@ async def _listed(
 
 
 def _envelope(service: Service, task: PoolingTask) -> dict[str, Any]:
-    return {**openai.envelope(task.rid, "list", task.model or service.model_name), "usage": _usage(task)}
+    return {**openai.envelope(task.rid, "list", service.name_of(task)), "usage": _usage(task)}
 
 
 def _usage(task: PoolingTask) -> answers.VectorUsage:

@@ -42,7 +42,7 @@ router = APIRouter()
 )
 async def messages(call: Annotated[Call[ChatTask], call_of("messages", "generate")]) -> Response:
     service, asked, task = call
-    return await service.answer(asked, task, MessageEvents(task, service.prompts, task.model or service.model_name))
+    return await service.answer(asked, task, MessageEvents(task, service.prompts, service.name_of(task)))
 
 
 schema.post(

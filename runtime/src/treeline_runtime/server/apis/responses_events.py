@@ -43,7 +43,7 @@ router = APIRouter()
 )
 async def responses(call: Annotated[Call[ChatTask], call_of("responses", "generate")]) -> Response:
     service, asked, task = call
-    events = ResponseEvents(task, service.prompts, task.model or service.model_name)
+    events = ResponseEvents(task, service.prompts, service.name_of(task))
     return await service.answer(asked, task, events, answer_bytes=3 * len(task.repeated))
 
 
