@@ -363,12 +363,21 @@ async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
         write(fakes[0])
         async with data_plane(tmp_path, [], "--endpoints-file", str(file)) as plane:
             assert {a.json()["engine"] for a in await enough(plane, 3)} == {"e0"}
-            loop = asyncio.get_running_loop()
+
+            async def known() -> set[str]:
+                page = (await plane.picker.get("/debug/endpoints")).json()
+                return {endpoint["name"] for endpoint in page["endpoints"]}
+
+            async def serving() -> set[str]:
+                return {answer.json()["engine"] for answer in await enough(plane, 8)}
+
             for listed, expected in (([*fakes], {"e0", "e1"}), ([fakes[1]], {"e1"})):
                 write(*listed)
-                deadline = loop.time() + 30
-                while {a.json()["engine"] for a in await enough(plane, 8)} != expected:
-                    assert loop.time() < deadline
+
+                async def follows(expected: set[str] = expected) -> bool:
+                    return await known() == expected and await serving() == expected
+
+                await until(follows, f"the picker follows the file to {expected}")
             file.write_text("endpoints: nonsense")
             assert {a.json()["engine"] for a in await enough(plane, 3)} == {"e1"}
             metrics = await plane.picker.metrics()
