@@ -86,6 +86,17 @@ async def test_processes_that_end_during_their_start_are_replaced_until_each_lan
         assert b"tokens" in (await read(pool, "a b")).body
 
 
+async def test_bodies_are_refused_while_no_process_can_start(tmp_path: Path) -> None:
+    pool = ReaderPool(ReaderSpec(str(tmp_path / "nothing"), "m", SamplingDefaults(), "warning"))
+    pool.start()
+    try:
+        with pytest.raises(ApiError, match="No process can be started") as refused:
+            await read(pool, "a")
+    finally:
+        await pool.stop()
+    assert refused.value.status == 503
+
+
 async def test_a_body_right_after_the_end_of_a_process_is_read_by_the_next(model: Path) -> None:
     async with started(model) as pool:
         for lane in pool._lanes:

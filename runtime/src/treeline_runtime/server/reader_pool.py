@@ -58,6 +58,7 @@ ORDER_HEADER = struct.Struct(">I")
 
 logger = logging.getLogger(__name__)
 _STOPPING = "The server is shutting down"
+_NO_READER = "No process can be started to read large requests; the server's log says why"
 _decode = msgspec.msgpack.Decoder(Task | Refused).decode
 
 
@@ -116,8 +117,7 @@ class ReaderPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while (body := self._queue.turns.take(lambda _: True)) is not None:
-            _finish(body, overloaded(_STOPPING))
+        self._queue.refuse(_STOPPING)
 
     async def read(
         self,
@@ -166,6 +166,11 @@ class _Queue:
     def put_back(self, body: _PendingBody) -> None:
         self.turns.put_back(body.client, body)
         self.wake()
+
+    def refuse(self, why: str) -> None:
+        """Refuses all bodies."""
+        while (body := self.turns.take(lambda _: True)) is not None:
+            _finish(body, overloaded(why))
 
     def wait_s(self, client: str | None) -> int:
         """Seconds until a client that used too many may continue; unnamed clients are not refused for each other's."""
@@ -218,7 +223,8 @@ class _Lane:
         """The process, once it is ready."""
 
     async def run(self) -> None:
-        """Runs until the pool is closed. If no process can start, it retries ever more slowly."""
+        """Runs until the pool is closed. If no process can start, it retries ever more slowly, and refuses what waits
+        each time but the first."""
         pause_s = PAUSE_S
         while True:
             try:
@@ -233,6 +239,8 @@ class _Lane:
                 logger.warning("a reader process was replaced: %s", error)
             except (OSError, RuntimeError) as error:  # no process or thread can be started
                 logger.error("a reader process could not start (%s); again in %g s", error, pause_s)
+                if pause_s > PAUSE_S:
+                    self._queue.refuse(_NO_READER)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)
             finally:
