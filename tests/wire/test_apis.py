@@ -223,7 +223,7 @@ def test_unsupported_blocks_are_named(block: Any, param: str) -> None:
 
 def test_templates_that_take_a_later_system_message_are_recognised() -> None:
     def takes(source: str, *, must_show: bool) -> bool:
-        return takes_inline_system(ChatTemplate(source, special_tokens={}), must_show=must_show)
+        return takes_inline_system(ChatTemplate(source, special_tokens={}, inline_seconds=60.0), must_show=must_show)
 
     all = "{% for m in messages %}{{ m.content }}{% endfor %}"
     silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"

@@ -159,7 +159,7 @@ def test_templates_render_as_in_transformers(
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_worker_renders_what_is_rendered_inline(path: Path, pool: TemplatePool) -> None:
     """Real templates are plain ones, except for one made of rare idioms."""
-    inline = ChatTemplate(path.read_text(), special_tokens=SPECIAL)
+    inline = ChatTemplate(path.read_text(), special_tokens=SPECIAL, inline_seconds=60.0)
     assert (inline.not_inline is None) == (path.stem != "idioms"), inline.not_inline
     either = ChatTemplate(path.read_text(), special_tokens=SPECIAL, pool=pool)
     large = {"template_kwargs": {"padding": "x" * MAX_INPUT_CHARS}}  # no template reads it
@@ -173,7 +173,7 @@ def test_a_worker_renders_what_is_rendered_inline(path: Path, pool: TemplatePool
 @pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Niue"])
 def test_dates_are_utc_wherever_the_process_runs(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real clock
-    template = ChatTemplate("{{ strftime_now('%Y-%m-%d %H') }}", special_tokens={})
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d %H') }}", special_tokens={}, inline_seconds=60.0)
     with monkeypatch.context() as patch:
         patch.setenv("TZ", zone)
         time.tzset()

@@ -23,6 +23,7 @@ SHOW = ChatTemplate(
     "{% if tools %}tools={{ tools|length }}{% endif %}{% if documents %}docs={{ documents|length }}{% endif %}"
     "{{ extra }}{{ reasoning_effort }}{% if add_generation_prompt %}>{% endif %}",
     special_tokens={},
+    inline_seconds=60.0,
 )
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -82,14 +83,16 @@ def test_the_request_is_not_modified() -> None:
 
 
 def test_the_final_message_can_be_continued() -> None:
-    template = ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}", special_tokens={})
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}", special_tokens={}, inline_seconds=60.0
+    )
     messages = [USER, {"role": "assistant", "content": "I "}]
     assert prompt_of_chat({"messages": messages, "continue_final_message": True}, template).text == "<hi><I "
     assert refusal({"messages": messages, "continue_final_message": True, "add_generation_prompt": True})
 
 
 def test_a_separate_template_for_tools_is_used_for_tools() -> None:
-    template = ChatTemplate("plain", tool_source="with tools", special_tokens={})
+    template = ChatTemplate("plain", tool_source="with tools", special_tokens={}, inline_seconds=60.0)
     assert prompt_of_chat({"messages": [USER]}, template).text == "plain"
     assert prompt_of_chat({"messages": [USER], "tools": [TOOL]}, template).text == "with tools"
     assert prompt_of_chat({"messages": [USER], "tools": []}, template).text == "plain"
@@ -133,7 +136,7 @@ def test_an_invalid_chat_request_is_named(body: dict[str, Any], param: str) -> N
 
 
 def test_a_templates_refusal_is_a_client_error_and_its_bug_is_not() -> None:
-    raising = ChatTemplate("{{ raise_exception('roles must alternate') }}", special_tokens={})
+    raising = ChatTemplate("{{ raise_exception('roles must alternate') }}", special_tokens={}, inline_seconds=60.0)
     with pytest.raises(PromptError, match="roles must alternate"):
         prompt_of_chat({"messages": [USER]}, raising)
     with contextlib.closing(TemplatePool()) as pool:
@@ -254,7 +257,7 @@ def test_too_deeply_nested_input_is_refused_before_rendering(member: str) -> Non
             case _:
                 return {"messages": [message], member: [{"a": value}]}
 
-    template = ChatTemplate("{{ messages[0].content }}", special_tokens={})
+    template = ChatTemplate("{{ messages[0].content }}", special_tokens={}, inline_seconds=60.0)
     assert prompt_of_chat(body(10), template).text == "hello"
     with pytest.raises(TooDeep, match="levels deep"):
         prompt_of_chat(body(70), template)

@@ -63,7 +63,7 @@ def test_named_templates(folder: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}, "?"]
     bundle = configure(folder, chat_template=named)
     assert (bundle.chat_template, bundle.tool_template) == ("plain", "tools")
-    template = ChatTemplate.from_bundle(bundle)
+    template = ChatTemplate.from_bundle(bundle, inline_seconds=60.0)
     assert template is not None
     assert template.render([{"role": "user"}], tools=[{}]) == "tools"
     (folder / "additional_chat_templates").mkdir()

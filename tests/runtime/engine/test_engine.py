@@ -179,7 +179,7 @@ TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 
 def test_the_tiny_model_answers_alike_cold_warm_and_in_a_batch() -> None:
     greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
-    template = ChatTemplate.from_bundle(TokenizerBundle.from_dir(TINY_MODEL))
+    template = ChatTemplate.from_bundle(TokenizerBundle.from_dir(TINY_MODEL), inline_seconds=60.0)
     assert template is not None
     chat = template.render([{"role": "user", "content": "What is the capital of France?"}])
     with Engine(model=TINY_MODEL, max_total_tokens=8192) as engine:

@@ -313,7 +313,9 @@ def test_long_conversations_and_messages_are_within_the_limits(path: Path) -> No
 
 
 def test_messages_are_data_and_never_a_template() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", special_tokens={})
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% endfor %}", special_tokens={}, inline_seconds=60.0
+    )
     evil = "{{ 1 + 1 }}{% for x in range(9) %}{% endfor %}{# c #}{{ ''.__class__ }}"
     assert template.render([{"role": "user", "content": evil}]) == evil
 
@@ -322,7 +324,9 @@ def test_a_template_sees_no_objects_of_ours() -> None:
     class Leak:
         secret = "s"
 
-    template = ChatTemplate("{{ messages[0].content }}{{ messages[0].content.secret }}", special_tokens={})
+    template = ChatTemplate(
+        "{{ messages[0].content }}{{ messages[0].content.secret }}", special_tokens={}, inline_seconds=60.0
+    )
     assert template.render([{"role": "user", "content": Leak()}]) == "<Leak>"
 
 
