@@ -11,6 +11,7 @@ import threading
 from multiprocessing import connection, forkserver, get_context
 from typing import Final
 
+import psutil
 from treeline_runtime.scheduler.ranks import process
 
 CONTEXT: Final = get_context("forkserver")
@@ -60,3 +61,15 @@ def _run(channel: socket.socket, folder: str, environment: dict[str, str]) -> No
     os.environ.clear()
     os.environ.update(environment)
     os._exit(process.main())
+
+
+def processes() -> list[psutil.Process]:
+    """Those of ranks, forked or not, that this process has started."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.pid in STARTED or "treeline_runtime.scheduler.ranks.process" in child.cmdline():
+                found.append(child)
+        except psutil.Error:
+            pass
+    return found

@@ -455,8 +455,8 @@ class SchedulerConfig(EngineConfig):
         super().__post_init__()
         if self.disk_cache is not None and self.host_cache is None:
             raise ConfigError("--disk-cache needs --host-cache, through which its pages come and go")
-        if self.host_cache is not None and self.ranks > 1:
-            raise ConfigError("--host-cache is not supported with several ranks (--tp-size, --pp-size) yet")
+        if self.host_cache is not None and self.nnodes > 1:
+            raise ConfigError("--host-cache needs all ranks of a model on one machine (--nnodes 1)")
         if self.host_cache is not None and self.prefix_cache == "off":
             raise ConfigError("--host-cache keeps pages of the prefix cache, which --prefix-cache off leaves out")
 

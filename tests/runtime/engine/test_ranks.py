@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support import forked_ranks
 from support.pooling_models import configured
@@ -25,50 +23,14 @@ from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks import group as group_module
 from treeline_runtime.scheduler.ranks.group import Followers
-from treeline_runtime.scheduler.ranks.protocol import Call, Command, Delayed, Launch, Settle, Step
+from treeline_runtime.scheduler.ranks.protocol import Call, Command, Copy, Delayed, Launch, Settle, Step
 from treeline_runtime.scheduler_thread import EngineDead
 
-pytestmark = pytest.mark.deep
+pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("ranks_are_forked", "nothing_is_left")]
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 512, "device": "cpu", "threads": 1}
 IDS = prompt(1, 40)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return make_checkpoint(folder / "a", seed=1), make_checkpoint(folder / "b", seed=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks_are_forked() -> Iterator[None]:
-    """Those of an `Engine`. A server starts its own as it always does."""
-    forked_ranks.prepare()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_module, "spawn", forked_ranks.Forked)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        monkeypatch.setenv("TMPDIR", folder)
-        yield
-        eventually(lambda: not rank_processes(), what="the ranks' processes end")
-        eventually(lambda: not list(Path(folder).glob("treeline-*")), what="the folders of sockets are removed")
-
-
-def rank_processes() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if child.pid in forked_ranks.STARTED or "treeline_runtime.scheduler.ranks.process" in child.cmdline():
-                found.append(child)
-        except psutil.Error:
-            pass
-    return found
 
 
 # ---- the same answers ---------------------------------------------------------------------------------------------
@@ -295,7 +257,7 @@ def test_vectors_of_two_ranks_are_those_of_one_and_a_stopped_server_leaves_no_ra
 
 def vectors(path: Path, *flags: str) -> list[float]:
     with running(path, "--device", "cpu", "--threads", "1", "--no-events", *flags) as server:
-        ranks = rank_processes()
+        ranks = forked_ranks.processes()
         assert len(ranks) == bool(flags)
         answer = server.client().post("/v1/embeddings", json={"input": ["a word", "two words more"]})
         assert server.stop() == 0
@@ -324,6 +286,7 @@ PHASES: dict[str, Callable[[], Callable[[Command], bool]]] = {
     "prefill": lambda: nth(Step, 1),
     "decode": lambda: nth(Step, 4),
     "sampling": lambda: nth(Delayed, 2),
+    "copying": lambda: nth(Copy, 1),
     "sleeping": lambda: lambda command: command == Call("sleep", 2),
     "waking": lambda: lambda command: command == Call("wake"),
     "changing": lambda: lambda command: isinstance(command, Call) and command.name == "update",
@@ -332,7 +295,7 @@ PHASES: dict[str, Callable[[], Callable[[Command], bool]]] = {
 
 def work(path: Path, ranks: int, stages: int = 1) -> None:
     """Go through all phases of an engine's life."""
-    with Engine(path, tp_size=ranks, pp_size=stages, **SETTINGS) as engine:
+    with Engine(path, tp_size=ranks, pp_size=stages, host_cache=1 << 20, **SETTINGS) as engine:
         grammar = SamplingParams(temperature=0.0, grammar=Grammar("regex", "[a-f]{9}"), max_new_tokens=12)
         engine.generate([IDS, IDS], [GREEDY, grammar])
         engine.sleep(2)
@@ -433,7 +396,7 @@ def test_requests_of_a_lost_group_end_with_an_error_though_the_scheduler_still_w
 
     engine = Engine(checkpoints[0], tp_size=2, **SETTINGS)
     monkeypatch.setattr(Executor, "_launch", wait)
-    killer = threading.Thread(target=lambda: (stuck.wait(), rank_processes()[0].kill()))
+    killer = threading.Thread(target=lambda: (stuck.wait(), forked_ranks.processes()[0].kill()))
     killer.start()
     try:
         with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
@@ -482,7 +445,7 @@ def test_a_server_ends_with_its_first_lost_rank(checkpoints: tuple[Path, Path]) 
         client = server.ready().client()
         body = {"model": "a", "prompt": "x", "max_tokens": 4, "temperature": 0}
         assert client.post("/v1/completions", json=body).status_code == 200
-        (rank,) = rank_processes()
+        (rank,) = forked_ranks.processes()
         rank.kill()
         assert server.wait() == 1
         server.wait_for_log("the scheduler process failed: rank 1 was killed by SIGKILL")
@@ -491,7 +454,7 @@ def test_a_server_ends_with_its_first_lost_rank(checkpoints: tuple[Path, Path]) 
 def test_ranks_of_a_killed_scheduler_end(checkpoints: tuple[Path, Path]) -> None:
     with running(checkpoints[0], "--device", "cpu", "--threads", "1", "--no-events", "--tp-size", "2") as server:
         server.ready()
-        (rank,) = rank_processes()
+        (rank,) = forked_ranks.processes()
         os.kill(server.children()["scheduler"], signal.SIGKILL)
         eventually(lambda: gone(rank.pid), what="rank 1 ends")
         assert server.wait() == 1

@@ -190,7 +190,7 @@ def test_random_traffic_gets_the_answers_of_computing(tiny: Path, tmp_path: Path
     ("settings", "words"),
     [
         ({"disk_cache": "/tmp/x"}, "needs --host-cache"),
-        ({"host_cache": 1 << 20, "tp_size": 2}, "several ranks"),
+        ({"host_cache": 1 << 20, "tp_size": 2, "nnodes": 2, "dist_init_addr": "a:1"}, "one machine"),
         ({"host_cache": 1 << 20, "prefix_cache": "off"}, "--prefix-cache off"),
     ],
 )

@@ -277,7 +277,8 @@ class Engine(Part):
     args: Annotated[tuple[Text, ...], Field(max_length=128)] = ()
     """Further arguments, after those made from the settings."""
     port: Annotated[StrictInt, Field(ge=1024, le=65535)] = 8000
-    """Port of the OpenAI API in the pod. A change interrupts service: pods with the old port get no requests any more."""
+    """Port of the OpenAI API in the pod. A change interrupts service: pods with the old port get no
+    requests any more."""
     context_length: Annotated[StrictInt, Field(ge=1)] | None = None
     """Most tokens of prompt and answer together."""
     memory_fraction: Annotated[StrictFloat, Field(ge=0.05, le=0.99)] | None = None

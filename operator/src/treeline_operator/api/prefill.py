@@ -68,13 +68,15 @@ PREFILL_RULES: Final = (
         reason="FieldValueRequired",
     ),
     forbidden(
-        "!has(self.engine.hostCache) || (self.accelerator.nodes == 1 && (has(self.engine.tensorParallel)"
-        " ? self.engine.tensorParallel == 1 : self.accelerator.type == 'cpu'"
-        " || (self.accelerator.count == self.engine.dataParallel"
-        f" && ({_OWN} || self.prefill.accelerator.count == self.engine.dataParallel))))",
-        "a model split over devices has no host cache yet: remove engine.hostCache, or set accelerator.count to"
-        " dataParallel, and accelerator.nodes and tensorParallel to 1",
+        "!has(self.engine.hostCache) || self.accelerator.nodes == 1",
+        "a model split over several pods has no host cache: remove engine.hostCache, or set accelerator.nodes to 1",
         field=".engine.hostCache",
+    ),
+    Rule(
+        f"{_OWN} || self.engine.type != 'treeline' || self.accelerator.type == 'cpu' || has(self.engine.tensorParallel)"
+        " || self.prefill.accelerator.count == self.accelerator.count",
+        "both sides split the model over as many devices: set engine.tensorParallel, or both counts to the same",
+        field=".prefill.accelerator.count",
     ),
     Rule(
         f"{_OWN} || self.prefill.accelerator.type == self.accelerator.type",

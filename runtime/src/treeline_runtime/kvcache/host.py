@@ -6,6 +6,8 @@ least recently used first. The bookkeeping is pure; `Slab` is the memory.
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -137,24 +139,46 @@ class HostTier:
 
 
 class Slab:
-    """Host memory for pages. On CUDA it is pinned, so that copies run beside steps."""
+    """Host memory for pages. On CUDA it is pinned, so that copies run beside steps. The ranks of a model share it, and
+    each copies its own part of every page."""
 
-    def __init__(self, num_slots: int, page_bytes: int, device: torch.device) -> None:
-        """Raises RuntimeError if the system does not pin so much memory."""
+    def __init__(
+        self, num_slots: int, page_bytes: int, device: torch.device, part: slice | None = None, place: str | None = None
+    ) -> None:
+        """part: this rank's bytes of a page; None: there is one rank. place: another rank's, which has made it. Raises
+        RuntimeError if the system does not pin so much memory."""
         self._device = device
-        # zeroed by the system, and taken only once it is written
-        self._slots = np.zeros((num_slots, page_bytes), dtype=np.uint8)
+        self._part = part
+        self.place = place
+        """Of memory that ranks share: a file that the system keeps while a process has it open."""
+        if part is None:
+            # zeroed by the system, and taken only once it is written
+            self._slots = np.zeros((num_slots, page_bytes), dtype=np.uint8)
+        else:
+            self._slots = self._shared(num_slots * page_bytes).reshape(num_slots, page_bytes)
         self._streams = threading.local()
         if device.type == "cuda":
             # torch's own pinned memory would be rounded up to a power of two
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._slots.ctypes.data, self._slots.nbytes, 0))
+
+    def _shared(self, size: int) -> npt.NDArray[np.uint8]:
+        if self.place is None:
+            self._file = os.memfd_create("treeline pages")
+            os.ftruncate(self._file, size)
+            self.place = f"/proc/{os.getpid()}/fd/{self._file}"
+        else:
+            self._file = os.open(self.place, os.O_RDWR)
+        return np.frombuffer(mmap.mmap(self._file, size), dtype=np.uint8)
 
     def page(self, slot: int) -> npt.NDArray[np.uint8]:
         """(bytes of a page,), not a copy."""
         return self._slots[slot]
 
     def runs(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-        """Their pages in parts (pages, bytes of a page), one for each run of consecutive slots; not copies."""
+        """Their pages in parts (pages, this rank's bytes of a page), one for each run of consecutive slots; not
+        copies."""
+        if self._part is not None:
+            return [self._slots[slot : slot + 1, self._part] for slot in slots]
         bounds = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
         pairs = zip([0, *bounds], [*bounds, len(slots)], strict=True)
         return [self._slots[slots[begin] : slots[end - 1] + 1] for begin, end in pairs]
@@ -162,6 +186,8 @@ class Slab:
     def close(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.cudart().cudaHostUnregister(self._slots.ctypes.data)
+        if self._part is not None:
+            os.close(self._file)
 
     # ---- copies, in any thread ----------------------------------------------------------------------------
 

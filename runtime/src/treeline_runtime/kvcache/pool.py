@@ -95,6 +95,7 @@ class KVPool:
         self.keys = [layer[0] for layer in told]
         self.values = [layer[1] for layer in told]
         bytes_of_all = self._all.view(num_layers, 2, num_pages + 1, -1).view(torch.uint8)
+        self.page_bytes = self._all[:, :, 0].nbytes
         # a kernel that copies words is faster than one that copies bytes
         self._words = bytes_of_all.view(torch.int64) if bytes_of_all.shape[-1] % 8 == 0 else bytes_of_all
         self._paged = [(layer[0], layer[1]) for layer in self._all]

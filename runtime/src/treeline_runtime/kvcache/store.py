@@ -146,6 +146,18 @@ class Moved:
     """The furthest place from which some of them came."""
 
 
+Elsewhere = Callable[[bool, Sequence[int], Sequence[int]], Future[None]]
+"""Begins to copy the parts of pages that other ranks have, to slots of the host (True) or back: numbers of pages and
+slots."""
+
+
+def nowhere(_to_host: bool, _pages: Sequence[int], _slots: Sequence[int]) -> Future[None]:
+    """There are no other ranks."""
+    done = Future[None]()
+    done.set_result(None)
+    return done
+
+
 @dataclass(slots=True, eq=False)
 class Fetch:
     """A piece of a sequence on its way to the host."""
@@ -177,7 +189,9 @@ class PageStore:
         disk: DiskTier | None,
         workers: Workers,
         events: EventLog,
+        elsewhere: Elsewhere = nowhere,
     ) -> None:
+        self._elsewhere = elsewhere
         self.form = form
         self.host = host
         self._slab = slab
@@ -226,11 +240,13 @@ class PageStore:
         if not copies:
             return False
         form, slab = self.form, self._slab
+        others = self._elsewhere(True, [page for _, page, _ in copies], [slot for *_, slot in copies])
 
         def copy(part: Sequence[tuple[bytes, int, int]]) -> list[int]:
             with slab.copying():  # what is in the tree is known to be computed
                 for batch in self._batches(part):
                     pool.copy_out([page for _, page, _ in batch], slab.runs([slot for *_, slot in batch]))
+            others.result()
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in part]
 
         def ended(checksums: list[int | None], _seconds: float) -> None:
@@ -371,6 +387,7 @@ class PageStore:
         `then`."""
         after, slab, form = self._slab.now(), self._slab, self.form
         reads = [(digest, self.host.begin_read(digest), to) for digest, to in zip(digests, pages.tolist(), strict=True)]
+        others = self._elsewhere(False, pages.tolist(), [of.slot for _, of, _ in reads])  # what is bad is not used
 
         def read(part: Sequence[tuple[bytes, Entry, int]]) -> list[bool]:
             """Whether pages are good, up to one that is not: those after it are of no use."""
@@ -384,6 +401,7 @@ class PageStore:
                     found += sound[: len(good) + 1]
                     if len(good) < len(batch):
                         break
+            others.result()
             return found
 
         def ended(found: list[bool | None], seconds: float) -> None:

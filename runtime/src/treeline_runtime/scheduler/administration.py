@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from treeline_runtime import messages
 from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.kvcache.host import Slab
 from treeline_runtime.kvcache.page import PageFormat, format_of
 from treeline_runtime.models.adapters import Adapter, read_adapter
 from treeline_runtime.models.config import ModelConfig, ModelError
@@ -89,7 +90,7 @@ class Residence:
             Path(config.model),
             num_layers=model.num_layers,
             page_size=limits.page_size,
-            num_kv_heads=model.num_kv_heads,
+            num_kv_heads=max(model.num_kv_heads, config.tp_size),
             head_dim=model.head_dim,
             element_bytes=limits.kv_dtype.itemsize,
             also=(
@@ -100,8 +101,23 @@ class Residence:
                 config.attention_backend,
                 config.quantization,
                 random,
+                config.tp_size,
+                config.pp_size,
             ),
         )
+
+    def open_slab(self, place: str | None = None) -> Slab:
+        """The host memory of the tiers; on other ranks rank 0's `place`. A page has the parts of all ranks, stage by
+        stage. Raises ConfigError."""
+        config, nbytes = self._config, self.page_format().nbytes
+        part: slice | None = None
+        if self._group is not None:
+            rank, layers = self._group.ranks.rank, self._architecture[0].num_layers
+            unit, own = nbytes // layers // rank.count, rank.layers(layers)
+            begin = (own.start * rank.count + rank.index * len(own)) * unit
+            part = slice(begin, begin + len(own) * unit)
+        with told_as_settings(f"--host-cache {config.host_cache}", torch.device("cpu"), hint="make it smaller"):
+            return Slab(self._limits.host_pages, nbytes, self._limits.device, part, place)
 
     def warm_up(self) -> None:
         """Does one-time work before requests pay for it. Raises ConfigError if a full step does not fit in memory."""

@@ -65,11 +65,15 @@ def num_pages(
     return pages
 
 
-def num_host_pages(config: SchedulerConfig, page_bytes: int, pool_bytes: int) -> int:
-    """Pages of `host_cache`. Raises ConfigError if none fits, or host memory lacks room beside the pool's bytes."""
+def num_host_pages(config: SchedulerConfig, model: ModelConfig, dtype: torch.dtype, taken: int) -> int:
+    """Pages of `host_cache`, each with the parts of all ranks. taken: bytes of host memory for other things. Raises
+    ConfigError if none fits, or host memory lacks room."""
     if config.host_cache is None:
         return 0
-    pages, free = config.host_cache // page_bytes, max(_available_memory() - pool_bytes, 0)
+    # ranks that are more than the heads have copies of them
+    heads = max(model.num_kv_heads, config.tp_size)
+    page_bytes = bytes_per_token(model, dtype.itemsize) // model.num_kv_heads * heads * config.page_size
+    pages, free = config.host_cache // page_bytes, max(_available_memory() - taken, 0)
     if pages == 0:
         raise ConfigError(f"host_cache {config.host_cache} is less than a page, which takes {page_bytes} bytes")
     if pages * page_bytes > free:
@@ -236,7 +240,8 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     if config.serves_adapters and not on_cpu:
         reserved += pool_bytes(model.sites, config.max_loras, config.max_lora_rank, dtype.itemsize)
     token_bytes = bytes_per_token(model.own, kv_dtype.itemsize)
-    pages, page_bytes = num_pages(config, model.own, kv_dtype, device, reserved), token_bytes * config.page_size
+    pages = num_pages(config, model.own, kv_dtype, device, reserved)
+    taken = pages * token_bytes * config.page_size * config.ranks_here if on_cpu else 0
     return Resolved(
         device=device,
         dtype=dtype,
@@ -244,7 +249,7 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         context_length=context_length,
         page_size=config.page_size,
         num_pages=pages,
-        host_pages=num_host_pages(config, page_bytes, pages * page_bytes if on_cpu else 0),
+        host_pages=num_host_pages(config, model.config, kv_dtype, taken),
         kv_bytes_per_token=token_bytes,
         max_running_requests=limits.running,
         # chunks end at page boundaries

@@ -83,7 +83,7 @@ class Scheduler:
         self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
-        self.stats = SchedulerStats()
+        self.stats = stats = SchedulerStats()
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth if config.jump_forward else None
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
@@ -95,7 +95,7 @@ class Scheduler:
         self.audits = CacheAudits(config, limit, chunk, self.cache, self._compute)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
-        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, self.stats, transport.wake, clock)
+        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, stats, transport.wake, clock, group)
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler

@@ -20,7 +20,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import torch
 from treeline_wire.events import block_hash, root_digest
 from treeline_wire.pages import MOST_DIGESTS
 
@@ -28,18 +27,20 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import ANSWER_S, Remote, Req
 from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache
 from treeline_runtime.kvcache.disk import DiskTier
-from treeline_runtime.kvcache.host import HostTier, Lower, Slab
+from treeline_runtime.kvcache.host import HostTier, Lower
 from treeline_runtime.kvcache.page import PageFormat
-from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore, Workers
+from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore, Workers, nowhere
 from treeline_runtime.published import TierLoad
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.lending import Lending
 from treeline_runtime.scheduler.loads import Load, Loads
+from treeline_runtime.scheduler.ranks.group import Followers
+from treeline_runtime.scheduler.ranks.protocol import Share
 from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.reports import SchedulerStats
-from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
+from treeline_runtime.scheduler.resolve import Resolved
 
 REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
@@ -360,17 +361,19 @@ def open_tiers(
     stats: SchedulerStats,
     wake: Callable[[], None],
     clock: Callable[[], float],
+    group: Followers | None = None,
 ) -> Tiers | None:
-    """The tiers that the settings ask for. Raises ConfigError."""
+    """The tiers that the settings ask for. group: the other ranks. Raises ConfigError."""
     if not limits.host_pages:
         return None
-    form = residence.page_format()
-    with told_as_settings(f"--host-cache {config.host_cache}", torch.device("cpu"), hint="make it smaller"):
-        slab = Slab(limits.host_pages, form.nbytes, limits.device)
+    form, slab = residence.page_format(), residence.open_slab()
+    if group is not None and slab.place is not None:
+        group.tell(Share(slab.place))
     disk = None
     if config.disk_cache is not None:
         disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
     workers = Workers(wake)
-    store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers, cache.tree.events)
+    elsewhere = nowhere if group is None else group.copy
+    store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers, cache.tree.events, elsewhere)
     rates = LoadRates(lambda: stats.prefill_tokens_per_s, limits.page_size)
     return Tiers(cache.tree, cache.pool, store, workers, rates, kv_pool=lambda: residence.executor.pool, clock=clock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import queue
@@ -18,8 +19,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -73,6 +75,16 @@ class Peer:
     node: int
 
 
+@dataclass(slots=True)
+class Copies:
+    """What the other ranks copy at once."""
+
+    left: int
+    """Ranks that have yet to end."""
+    problem: str | None = None
+    done: Future[None] = field(default_factory=Future)
+
+
 class Followers:
     """The other ranks, as rank 0 sees them. Implements `Group`."""
 
@@ -89,6 +101,9 @@ class Followers:
         self._lock = threading.Lock()
         self._votes: queue.SimpleQueue[protocol.Vote | None] = queue.SimpleQueue()
         """None: there will be no more."""
+        self._copies: dict[int, Copies] = {}
+        """By number, those under way."""
+        self._numbers = itertools.count()
         self._peers: list[Peer] = []
         own = rank_config(config, 0, device)
         try:
@@ -147,6 +162,13 @@ class Followers:
                 peer.stream.sendall(message)
         except OSError as error:  # that rank has ended
             raise self.failed(error) from error
+
+    def copy(self, to_host: bool, pages: Sequence[int], slots: Sequence[int]) -> Future[None]:
+        """All others copy their parts of pages (see `Elsewhere`)."""
+        number, copies = next(self._numbers), Copies(len(self._peers))
+        self._copies[number] = copies
+        self.tell(protocol.Copy(number, to_host, [*pages], [*slots]))
+        return copies.done
 
     def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
         votes = [protocol.Vote(problem, number)]
@@ -217,11 +239,27 @@ class Followers:
                     if isinstance(word, protocol.Vote):
                         problem = word.problem and f"{name}: {word.problem}"
                         self._votes.put(protocol.Vote(problem, word.number))
+                    elif isinstance(word, protocol.Copied):
+                        self._copied(word, name)
                     elif isinstance(word, LastWords):
                         if word.follows:
                             self._failed.wait(CAUSE_S)
                         return f"{name}: {word.message}"
         return f"{name} has been silent for {SILENT_S:.0f} s: it is stopped, or its machine is overloaded"
+
+    def _copied(self, word: protocol.Copied, name: str) -> None:
+        with self._lock:
+            copies = self._copies[word.number]
+            copies.left -= 1
+            if word.problem is not None:
+                copies.problem = f"{name}: {word.problem}"
+            if copies.left:
+                return
+            del self._copies[word.number]
+        if copies.problem is None:
+            copies.done.set_result(None)
+        else:
+            copies.done.set_exception(RuntimeError(copies.problem))
 
     def _fail(self, reason: str) -> None:
         """Only the first reason counts; others follow from it."""
@@ -229,6 +267,9 @@ class Followers:
             if self._reason is not None or self._closing:
                 return
             self._reason = reason
+            lost, self._copies = self._copies, {}
+        for copies in lost.values():
+            copies.done.set_exception(RuntimeError(reason))
         self._failed.set()
         shutil.rmtree(self._folder, ignore_errors=True)  # the scheduler may still wait for a lost rank there
         for peer in self._peers:

@@ -13,6 +13,7 @@ import select
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,8 +25,11 @@ from treeline_wire.logs import set_up
 from treeline_runtime.collectives import Ranks, join, open_store
 from treeline_runtime.config import ConfigError
 from treeline_runtime.confined.child import end_with_parent
+from treeline_runtime.kvcache import KVPool
+from treeline_runtime.kvcache.store import BATCH_BYTES
 from treeline_runtime.models.shards import Rank
 from treeline_runtime.nodes import LastWords
+from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks import protocol
@@ -59,7 +63,7 @@ class Leader:
 
     def __init__(self, orders: protocol.Orders, words: Words) -> None:
         """Meets the group."""
-        self.say = words.say
+        self.words = words
         self._digests = protocol.Digests()
         self._step: protocol.Step | None = None
         """The one being computed."""
@@ -87,11 +91,11 @@ class Leader:
         if self._digests.after(self._step.plan, launch) != self._step.digest:
             raise protocol.GroupFailed(protocol.drift(self._step, launch))
 
-    def tell(self, command: protocol.Delayed | protocol.Clear | protocol.Call) -> None:
+    def tell(self, command: protocol.Delayed | protocol.Clear | protocol.Share | protocol.Call) -> None:
         """Rank 0 has told all."""
 
     def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
-        self.say(protocol.Vote(problem, number))
+        self.words.say(protocol.Vote(problem, number))
         settled = self.next()
         assert isinstance(settled, protocol.Settle), settled
         return settled.problem, settled.least
@@ -100,12 +104,40 @@ class Leader:
         return protocol.GroupFailed(protocol.told(error))
 
 
+class Copier:
+    """Copies this rank's part of pages, beside the steps. One thread: the copies of a part are in stream order."""
+
+    def __init__(self, residence: Residence, words: Words, place: str) -> None:
+        self._residence = residence
+        self._words = words
+        self._slab = residence.open_slab(place)
+        self._thread = ThreadPoolExecutor(1, "copies")
+
+    def begin(self, copy: protocol.Copy) -> None:
+        # what rank 0 has in its tree is computed here, too: its result needed the sums of all ranks
+        after = None if copy.to_host else self._slab.now()
+        self._thread.submit(self._copy, copy, self._residence.executor.pool, after)
+
+    def _copy(self, copy: protocol.Copy, pool: KVPool, after: torch.cuda.Event | None) -> None:
+        problem = None
+        try:
+            with self._slab.copying(after):
+                size = max(1, BATCH_BYTES // pool.page_bytes)
+                for at in range(0, len(copy.pages), size):
+                    pages, slots = copy.pages[at : at + size], self._slab.runs(copy.slots[at : at + size])
+                    (pool.copy_out if copy.to_host else pool.copy_in)(pages, slots)
+        except Exception as error:
+            problem = protocol.told(error)
+        self._words.say(protocol.Copied(copy.number, problem))
+
+
 def follow(orders: protocol.Orders, leader: Leader) -> None:
     """Computes what rank 0 tells, until it ends. Raises GroupFailed."""
     residence = begin(orders.config, leader)
     gc.collect()
     gc.freeze()  # objects so far are permanent: later collections skip them
     newest: Launched | None = None
+    copier: Copier | None = None
     while True:
         command = leader.next()
         if isinstance(command, protocol.Step):
@@ -115,6 +147,11 @@ def follow(orders: protocol.Orders, leader: Leader) -> None:
             residence.executor.follow_delayed(newest)
         elif isinstance(command, protocol.Clear):
             residence.executor.clear(np.array(command.pages, dtype=np.int64))
+        elif isinstance(command, protocol.Share):
+            copier = Copier(residence, leader.words, command.place)
+        elif isinstance(command, protocol.Copy):
+            assert copier is not None
+            copier.begin(command)
         elif isinstance(command, protocol.Call):
             newest = None
             arguments = () if command.argument is None else (command.argument,)

@@ -66,6 +66,22 @@ class Clear(msgspec.Struct, tag=True, array_like=True, frozen=True):
     pages: list[int]
 
 
+class Share(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Pages come and go through this memory."""
+
+    place: str
+    """See `Slab.place`."""
+
+
+class Copy(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Copy this rank's part of pages to slots of the shared memory, or back, beside steps; say `Copied`."""
+
+    number: int
+    to_host: bool
+    pages: list[int]
+    slots: list[int]
+
+
 class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Do the same with the residence."""
 
@@ -82,7 +98,7 @@ class Settle(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The smallest of the ranks' numbers."""
 
 
-Command = Step | Delayed | Clear | Call | Settle
+Command = Step | Delayed | Clear | Share | Copy | Call | Settle
 
 LENGTH = struct.Struct(">I")
 """Of a command, in bytes."""
@@ -116,7 +132,14 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """A rank's process runs."""
 
 
-Word = Vote | LastWords | Alive
+class Copied(msgspec.Struct, tag=True, frozen=True):
+    """A `Copy` has ended."""
+
+    number: int
+    problem: str | None = None
+
+
+Word = Vote | LastWords | Alive | Copied
 """What a rank says."""
 
 
@@ -163,7 +186,7 @@ class Group(Fails, Protocol):
     def begin(self, plan: StepPlan, launch: Launch) -> None:
         """Rank 0 tells the others to compute this step; they compare. Raises GroupFailed."""
 
-    def tell(self, command: Delayed | Clear | Call) -> None:
+    def tell(self, command: Delayed | Clear | Share | Call) -> None:
         """Rank 0 tells the others."""
 
     def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:

@@ -1,0 +1,65 @@
+"""Pages of a model that is split over several ranks leave the device and come back as a whole, or not at all."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runtime_engine import prompt
+from support.runtime_server import eventually
+from treeline_runtime import Engine, SamplingParams
+from treeline_runtime.scheduler.ranks.group import Followers
+from treeline_runtime.scheduler.rates import LoadRates
+
+pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("ranks_are_forked", "nothing_is_left")]
+
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 256, "device": "cpu", "threads": 1}
+PROMPTS = [prompt(seed, 96) for seed in range(6)]
+"""The device holds two or three of them."""
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}], ids=str
+)
+def test_pages_of_all_ranks_come_back_from_the_host_and_the_disk(
+    sizes: dict[str, int], checkpoints: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadRates, "allows", lambda _self, _tier: True)  # whatever this machine measures
+    with Engine(checkpoints[0], **SETTINGS, **sizes) as engine:
+        expected = [engine.generate(ids, GREEDY).token_ids for ids in PROMPTS]
+    # the host holds two prompts: the others are on the disk
+    settings = SETTINGS | {"host_cache": 60 * 1024, "disk_cache": str(tmp_path)} | sizes
+    for warm in (False, True):  # and again after a restart
+        with Engine(checkpoints[0], **settings) as engine:
+
+            def cached(engine: Engine = engine) -> list[int]:
+                outputs = [engine.generate(ids, GREEDY) for ids in PROMPTS]
+                assert [output.token_ids for output in outputs] == expected
+                return [output.cached_tokens for output in outputs]
+
+            assert (sum(cached()) > 3 * 92) == warm
+            eventually(lambda: cached() == [92] * 6, what="all are kept")  # a disk that is slow gets fewer at once
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_page_is_not_used_if_one_rank_could_not_copy_its_part(
+    to_host: bool, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadRates, "allows", lambda _self, _tier: True)
+    copy = Followers.copy
+
+    def elsewhere(self: Followers, out: bool, pages: list[int], slots: list[int]) -> Future[None]:
+        """Name slots that are not there."""
+        return copy(self, out, pages, [slot + 10**6 * (out == to_host) for slot in slots])
+
+    monkeypatch.setattr(Followers, "copy", elsewhere)
+    with Engine(checkpoints[0], **SETTINGS) as engine:
+        expected = [engine.generate(ids, GREEDY).token_ids for ids in PROMPTS]
+    with Engine(checkpoints[0], tp_size=2, host_cache=1 << 20, **SETTINGS) as engine:
+        for _ in range(4):
+            outputs = [engine.generate(ids, GREEDY) for ids in PROMPTS]
+            assert [output.token_ids for output in outputs] == expected
+            assert not any(output.cached_tokens for output in outputs)
