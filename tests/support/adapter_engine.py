@@ -37,6 +37,22 @@ class AdapterHarness(Harness):
             if not worked:
                 assert self.woken.wait(60.0), f"no answer to {message}"
 
+    def _woken(self) -> bool:
+        """Also wait for an adapter that is being read."""
+        if self.adapters._rereading is None:
+            return super()._woken()
+        assert self.woken.wait(60.0), f"{self.adapters._rereading} is never there"
+        self.woken.clear()
+        return True
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        on_host, slots = self.residence.adapters, self.cache.slots
+        assert set(self.adapters.names.values()) == on_host.keys() | slots.away
+        assert not on_host.keys() & slots.away
+        sizes = [adapter.num_bytes for adapter in on_host.values()]
+        assert sum(sizes) <= self.limits.adapter_bytes + max(sizes, default=0)
+
     def add(self, name: str, path: str | None = None) -> Reply:
         self.count += 1
         return self.ask(LoadAdapterReq(f"load {self.count}", name, path or name))

@@ -239,6 +239,16 @@ class EngineConfig:
         at_most=512,
         help="the highest rank of an adapter, for which each of --max-loras has room (default: %(default)s)",
     )
+    max_lora_memory: int | None = setting(
+        None,
+        group="engine",
+        rare=True,
+        metavar="SIZE",
+        parse=size_in_bytes,
+        above=0,
+        help="host memory of each rank for adapters, e.g. 4GiB; beyond it the least recently used ones are read again "
+        "when they are needed (default: a tenth of what is free)",
+    )
     enable_return_hidden_states: bool = setting(
         False,
         group="engine",

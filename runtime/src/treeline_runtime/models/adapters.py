@@ -95,6 +95,13 @@ class Adapter:
     parts: Mapping[str, Mapping[int, Pair]] = field(repr=False)
     """Name of a site → number of a projection there → its part, B times the scale."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory; torch's allocator of pinned memory takes powers of two."""
+        tensors = [tensor for there in self.parts.values() for pair in there.values() for tensor in pair]
+        sizes = (tensor.untyped_storage().nbytes() for tensor in tensors)
+        return sum(1 << (size - 1).bit_length() if tensors[0].is_pinned() else size for size in sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class _Settings:

@@ -12,7 +12,9 @@ import gc
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,9 @@ class Residence:
         self._sites = model.sites
         self.adapters: dict[str, Adapter] = {}
         """On the host, by digest; of this rank."""
+        self._reader = ThreadPoolExecutor(1, "treeline adapters")
+        self._reads: deque[tuple[str, Future[Adapter]]] = deque()
+        """Folders that are being read, or have been, in the order in which all ranks began."""
         self._offloaded: Offloaded | None = None
         self._executor: Executor | None = self._new_executor(model)
         self.level = AWAKE
@@ -196,25 +201,37 @@ class Residence:
         elif self._model is None:
             self._model = load(self._config, self._group)
 
-    def read_adapter(self, folder: str) -> Adapter:
-        """This rank's part, for `load_adapter`; in any thread. Raises ModelError."""
+    def begin_read(self, folder: str) -> Future[Adapter]:
+        """All ranks read their parts of an adapter, beside steps and one adapter after the other, until `end_read`. The
+        result raises ModelError."""
+        self._tell(Call("begin_read", folder))
+        future = self._reader.submit(self._read_adapter, folder)
+        self._reads.append((folder, future))
+        return future
+
+    def _read_adapter(self, folder: str) -> Adapter:
         config, limits, layers = self._config, self._limits, self._architecture[0].num_layers
         on_cuda = limits.device.type == "cuda"
         return read_adapter(Path(folder), self._sites, layers, config.max_lora_rank, limits.dtype, pin=on_cuda)
 
-    def load_adapter(self, place: tuple[str, str], adapter: Adapter | None = None) -> None:
-        """place: folder and digest. adapter: if it was read already. Raises ModelError, and then no rank has it."""
-        self._tell(Call("load_adapter", place))
-        folder, digest = place
+    def end_read(self, digest: str | None = None) -> None:
+        """Keeps the adapter that was begun first, which must have this digest; None: forgets it. Raises ModelError, and
+        then no rank has it."""
+        self._tell(Call("end_read", digest))
+        folder, future = self._reads.popleft()
+        if digest is None:
+            return
 
         def own() -> Adapter:
-            read = adapter or self.read_adapter(folder)
-            if read.digest != digest:
+            if (adapter := future.result()).digest != digest:
                 raise ModelError(f"{folder} is being changed, or is not the same on all machines")
-            return read
+            return adapter
 
         with as_one(self._group):
             self.adapters[digest] = together(self._group, own)[0]
+
+    def stop_reading(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def drop_adapter(self, digest: str) -> None:
         self._tell(Call("drop_adapter", digest))

@@ -186,6 +186,9 @@ class CacheAudits:
         if not self._waiting:
             return False
         audit = self._waiting[0]
+        if self._cache.slots.is_on_disk_alone(adapter_of(audit.namespace)):
+            self._end(dropped=1)
+            return True
         try:
             if self.req is None and not self._begin(audit):
                 return False

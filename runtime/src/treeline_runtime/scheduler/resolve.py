@@ -193,6 +193,8 @@ class Resolved:
     num_pages: int
     host_pages: int
     """Pages of the host's tier of the cache; 0: it has none."""
+    adapter_bytes: int
+    """Host memory of a rank for adapters."""
     kv_bytes_per_token: int
     max_running_requests: int
     chunked_prefill_size: int
@@ -250,6 +252,7 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         page_size=config.page_size,
         num_pages=pages,
         host_pages=num_host_pages(config, model.config, kv_dtype, taken),
+        adapter_bytes=config.max_lora_memory or _available_memory() // 10 // config.ranks_here,
         kv_bytes_per_token=token_bytes,
         max_running_requests=limits.running,
         # chunks end at page boundaries

@@ -104,8 +104,7 @@ class Scheduler:
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
-        self._processed_at = 0.0
-        self._prefills_in_a_row = 0
+        self._processed_at, self._prefills_in_a_row = 0.0, 0
         self._transport = transport
         self._group = group
         self._peers = peers
@@ -113,7 +112,8 @@ class Scheduler:
         self.profiler = Profiler(limits.device)
         parts = self.residence, self.cache, self.audits, self.profiler
         administration = Administration(*parts, is_idle=lambda: self.is_idle, reply=self.reporter.reply)
-        self.adapters = Adapters(config, *parts[:3], self.grammars, self.reporter.reply, transport.wake)
+        around = *parts[:3], self._everything, self._finish, self.reporter.reply, transport.wake
+        self.adapters = Adapters(config, limits.adapter_bytes, *around)
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
@@ -151,7 +151,7 @@ class Scheduler:
         for message in messages:
             self._handle(message)
         copied = self.cache.tiers is not None and self.cache.tiers.take()
-        loaded = self.adapters.pending and self.adapters.take_ready()
+        loaded = self.adapters.step()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -478,7 +478,7 @@ class Scheduler:
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
-            digests=self.adapters.names,
+            digests=self.adapters.served,
             **self.stats.load_fields(),
             **self.cache.load_fields(self.audits.held_pages),
         )

@@ -33,6 +33,10 @@ class AdapterSlots:
         """Resident adapter → the one that gets its slot."""
         self.news: dict[int, str] = {}
         """Slot → adapter, for what no launch has put there yet."""
+        self.away: set[str] = set()
+        """Adapters that are on the disk alone, or on the device and the disk."""
+        self.wanted: str | None = None
+        """The first of them that a request needed in the order of the queue, until it is taken from here."""
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
@@ -55,6 +59,9 @@ class AdapterSlots:
         """Whether a request may come in now, or must wait for a slot, which is remembered. O(slots)."""
         if adapter in self._slots:
             return adapter not in self._kept
+        if adapter in self.away:
+            self.wanted = self.wanted or adapter
+            return False
         if self._free or self._victim(adapter) is not None:
             return True
         self._passed.setdefault(adapter, 0)
@@ -127,6 +134,14 @@ class AdapterSlots:
             self.drop(adapter)
 
     # ---- watching -----------------------------------------------------------------------------------------
+
+    def needs_host(self, adapter: str) -> bool:
+        """Whether a slot is about to be filled with it from the host."""
+        waits = adapter in self._waiting and adapter not in self._slots
+        return waits or adapter in self.news.values()
+
+    def is_on_disk_alone(self, adapter: str | None) -> bool:
+        return adapter in self.away and adapter not in self._slots
 
     @property
     def resident(self) -> list[str]:

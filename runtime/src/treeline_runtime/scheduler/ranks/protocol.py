@@ -85,8 +85,8 @@ class Copy(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Do the same with the residence."""
 
-    name: Literal["sleep", "wake", "update", "load_adapter", "drop_adapter"]
-    argument: int | str | tuple[str, str] | None = None
+    name: Literal["sleep", "wake", "update", "begin_read", "end_read", "drop_adapter"]
+    argument: int | str | None = None
 
 
 class Settle(msgspec.Struct, tag=True, array_like=True, frozen=True):
