@@ -7,8 +7,9 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,6 +267,39 @@ def test_a_mixed_batch_is_each_row_alone(rows: list[tuple[int, int]]) -> None:
 
 def test_a_step_without_adapters_is_none() -> None:
     assert full_pool()[0].step([-1, -1], [3, 1]) is None
+
+
+def test_the_first_step_that_uses_a_slot_waits_for_its_upload_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streams of a GPU are replaced by ones that write down what is asked of them."""
+    (_, adapters), log = full_pool(), list[str]()
+    pool = AdapterPool(SITES, 4, 64, torch.float32, torch.device("cpu"))
+    filled = pool._stacks[SITES[0].name].a.count_nonzero
+
+    class Uploads:
+        def record_event(self) -> SimpleNamespace:
+            log.append("recorded")
+            return SimpleNamespace(wait=lambda: log.append("waited"))
+
+    @contextlib.contextmanager
+    def stream(of: Uploads) -> Iterator[None]:
+        before = filled()
+        yield
+        log.append("written" if of is pool._uploads and filled() > before else "nothing")
+
+    monkeypatch.setattr(pool, "_uploads", Uploads())
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    for slot in (0, 1):
+        pool.write(slot, adapters[0])
+    assert log == ["written", "recorded"] * 2
+    del log[:]
+    pool.step([-1, 2], [1, 1])
+    assert log == []
+    pool.step([1, -1, 1], [1, 1, 1])
+    assert log == ["waited"]
+    pool.step([1, 0], [1, 1])
+    assert log == ["waited"] * 2
+    pool.step([0, 1], [1, 1])
+    assert log == ["waited"] * 2
 
 
 def test_devices_and_widths_without_grouped_products_are_refused() -> None:

@@ -58,14 +58,27 @@ class AdapterPool:
             return torch.zeros(slots, *shape, dtype=dtype, device=device)
 
         self._device, self._slots = device, slots
+        self._uploads = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """A stream beside the one of steps, which go on meanwhile."""
+        self._uploaded: dict[int, torch.cuda.Event] = {}
+        """Slot → the end of its upload, until a step has waited for it."""
         self._ranks = [0] * slots
         self._stacks = {
             site.name: _Stack(zeros(rank, len(site.names), site.own_inputs), [zeros(n, rank) for n in site.own_outputs])
             for site in sites
         }
+        if self._uploads is not None:
+            self._uploads.wait_stream(torch.cuda.current_stream(device))  # which makes them zero
 
     def write(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into a slot, in stream order: steps launched before still have the one before it."""
+        """Puts an adapter into a slot; the first step that uses it waits for that. Launched steps do not read the slot:
+        the results of all that had rows for it are known."""
+        with torch.cuda.stream(self._uploads):
+            self._write(slot, adapter)
+        if self._uploads is not None:
+            self._uploaded[slot] = self._uploads.record_event()
+
+    def _write(self, slot: int, adapter: Adapter) -> None:
         self._ranks[slot] = padded(adapter.rank)
         for name, stack in self._stacks.items():
             there = adapter.parts.get(name)
@@ -86,6 +99,8 @@ class AdapterPool:
         used = set(slots) - {-1}
         if not used:
             return None
+        for slot in self._uploaded.keys() & used:
+            self._uploaded.pop(slot).wait()
         order = np.argsort(of_rows % (self._slots + 1), kind="stable")  # those without one come last
         ends = np.bincount(of_rows[of_rows >= 0], minlength=self._slots).cumsum()
         return AdapterStep(
