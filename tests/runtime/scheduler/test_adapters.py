@@ -179,6 +179,22 @@ def test_a_request_for_a_rare_adapter_is_passed_a_bounded_number_of_times(model:
     engine.run()
 
 
+def test_a_client_with_many_adapters_delays_the_only_one_of_another_by_one_answer(model: Path, tmp_path: Path) -> None:
+    engine = AdapterHarness(model, tmp_path / "root", max_running_requests=4)
+    many, only = [engine.added(f"{i}", i) for i in range(8)], engine.added("only", 9)
+    for i in range(80):
+        engine.submit(f"{i}", prompt(i, 9), namespace=of(many[i % 8]), client="many", max_new_tokens=4)
+    while len(engine.outs) < 20:
+        engine.step()
+    engine.submit("only", PROMPT, namespace=of(only), client="one")
+    engine.step()
+    begun = len(engine.outs)
+    while "only" not in engine.outs:
+        engine.step()
+    assert len(engine.outs) <= begun + 4
+    engine.run()
+
+
 def test_a_kept_slot_is_found_behind_any_number_of_more_urgent_requests(model: Path, tmp_path: Path) -> None:
     settings = {"max_loras": 1, "max_running_requests": 64, "schedule_policy": "priority"}
     engine = AdapterHarness(model, tmp_path / "root", **settings)
@@ -188,7 +204,7 @@ def test_a_kept_slot_is_found_behind_any_number_of_more_urgent_requests(model: P
     engine.submit("rare", prompt(1), namespace=of(rare))
     for i in range(MOST_PASSING):
         engine.submit(f"p{i}", prompt(i), namespace=of(popular), max_new_tokens=2)
-    while engine.cache.slots.admits(popular):
+    while engine.cache.slots.admits(popular, None):
         engine.step()
         assert "rare" not in engine.outs, "no slot was kept for it"
     for i in range(2 * MOST_PASSED):

@@ -72,7 +72,7 @@ class CacheManager:
         """Gives `req` a row and its adapter a slot, locks its match, which must be fresh, and marks the rest of its
         prompt as being filled by it, until that is in the tree or `end_filling`."""
         if req.adapter is not None:
-            req.slot = self.slots.take(req.adapter)
+            req.slot = self.slots.take(req.adapter, req.client)
         req.row = self._table.alloc(req.tokens)
         req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
@@ -179,7 +179,7 @@ class CacheManager:
         req.handle = None
         self._table.free(req.row)
         if req.adapter is not None:
-            self.slots.release(req.adapter)
+            self.slots.release(req.adapter, req.client)
         req.row = req.slot = -1
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
         return freed

@@ -176,7 +176,7 @@ class PrefillManager:
                 break
             if req.awaits_pages(now):
                 continue
-            if req.adapter is not None and not self._cache.slots.admits(req.adapter):
+            if req.adapter is not None and not self._cache.slots.admits(req.adapter, req.client):
                 passed += bool(running or batch.reqs)  # alone, it goes on to those for whom idle slots are kept
                 continue
             _, spare = self._spare(req.client, busy)
