@@ -106,6 +106,12 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """By source; {} without audits."""
     tiers: TierLoad | None = None
     """None: the cache is on the device only."""
+    max_loras: int = 0
+    """Slots of adapters; 0: it serves none."""
+    running_adapters: list[str] = msgspec.field(default_factory=list)
+    """Names of those with a running request; all names of each."""
+    waiting_adapters: list[str] = msgspec.field(default_factory=list)
+    """Names of those with a waiting one."""
 
     @property
     def used_share(self) -> float:

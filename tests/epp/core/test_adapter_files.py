@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.epp_core import KEYS, Prompt
+from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Transfer
 from treeline_epp.picking.decision import Outcome
@@ -131,6 +132,17 @@ def test_endpoints_that_do_not_tell_of_slots_cost_nothing_more() -> None:
     picker.on_load("e0", TreelineLoad(prefill_tokens_per_s=1e4), now=0.0)
     terms = {one.endpoint: one.terms["adapter_s"] for one in picker.explain(ask(), 0.0).endpoints}
     assert terms == {"e0": 0.0, "e1": ADAPTER_S}
+
+
+def test_an_engine_that_is_scraped_is_as_dear_if_none_of_its_requests_uses_the_adapter() -> None:
+    picker = Picker(PickerConfig())
+    for number, running in enumerate([frozenset({"sql"}), frozenset({"law"}), frozenset(), None]):
+        has(picker, number, sql="sql")
+        picker.on_load(f"e{number}", ScrapedLoad(running=1, adapters=running), now=0.0)
+    request = ask(digest="sql")
+    terms = {one.endpoint: one.terms["adapter_s"] for one in picker.explain(request, 0.0).endpoints}
+    assert terms == {"e0": 0.0, "e1": ADAPTER_S, "e2": ADAPTER_S, "e3": 0.0}, "e3 does not tell"
+    assert {picker.explain(ask("m"), 0.0).endpoints[at].terms["adapter_s"] for at in range(4)} == {0.0}
 
 
 def test_the_policy_for_adapters_knows_slots_too() -> None:

@@ -319,3 +319,24 @@ def test_a_rank_that_is_an_endpoint_reads_its_own_series() -> None:
     assert [load and (load.running, load.waiting) for load in loads] == [(0, 0), (3, 3), (1, 1)]
     assert loads[0] == read(REAL, (VLLM,))
     assert PageReader((VLLM,), 2).read(page) is None
+
+
+def test_running_adapters_are_those_of_vllms_newest_sample() -> None:
+    """It keeps a series for each list that there ever was."""
+    page = b"""\
+vllm:num_requests_running 2
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="sql,law",waiting_lora_adapters=""} 1.795402791e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="law",waiting_lora_adapters="sql"} 1.795402793e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters="sql"} 1.795402792e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="x",waiting_lora_adapters=""} NaN
+"""
+    for order in (page, b"".join(reversed(page.splitlines(keepends=True)))):
+        load = read(order, [VLLM])
+        assert load is not None
+        assert load.adapters == {"law"}
+    idle = read(page.replace(b"793e", b"791e"), [VLLM])
+    assert idle is not None
+    assert idle.adapters == frozenset()
+    silent = read(REAL, [VLLM])
+    assert silent is not None
+    assert silent.adapters is None, "it serves none"

@@ -237,6 +237,20 @@ def test_adapters_outlive_a_sleep(model: Path, tmp_path: Path) -> None:
     assert engine.generate("after", PROMPT, namespace=of(digest)) == expected
 
 
+def test_the_load_names_adapters_with_running_and_with_waiting_requests(model: Path, tmp_path: Path) -> None:
+    engine = AdapterHarness(model, tmp_path / "root", max_loras=1)
+    one, other = engine.added("a", 1), engine.added("b", 2)
+    assert engine.add("also a", "a").ok
+    for rid, digest in (("runs", one), ("waits", other)):
+        engine.submit(rid, PROMPT, namespace=of(digest))
+    engine.step()
+    load = engine.load()
+    assert (load.max_loras, load.running_adapters, load.waiting_adapters) == (1, ["a", "also a"], ["b"])
+    engine.run()
+    assert (engine.load().running_adapters, engine.load().waiting_adapters) == ([], [])
+    assert Harness(model).load().max_loras == 0
+
+
 # ---- coming and going -------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ import pytest
 import zmq
 from support.adapters import write_adapter
 from support.runtime_server import ServerProcess, Stream, eventually, running
+from treeline_runtime.published import LoadUpdate
+from treeline_runtime.server.metrics import Metrics
 from treeline_wire import frames
 from treeline_wire.events import BlockStored, decode_batch
 from treeline_wire.load import TREELINE_LOAD_TOPIC, decode_load
@@ -244,3 +246,24 @@ def test_two_ranks_serve_the_same_adapters(division: str, model: Path, root: Pat
                 assert [entry["id"] for entry in http.get("/v1/models").json()["data"]] == [model.name]
         assert answers[0] == answers[1]
         assert answers[0][0] != answers[0][-1]
+
+
+def test_vllms_gauge_names_the_adapters_of_all_ranks_as_they_are_now() -> None:
+    metrics = Metrics("m", ranks=2)
+
+    def shown() -> list[str]:
+        lines = metrics.render().decode().splitlines()
+        return [line.rpartition(" ")[0] for line in lines if line.startswith("vllm:lora_requests_info{")]
+
+    assert shown() == [], "it serves no adapters"
+    metrics.on_load(LoadUpdate(max_loras=4, running_adapters=["sql", "law"]), 0)
+    metrics.on_load(LoadUpdate(max_loras=4, running_adapters=["law"], waiting_adapters=["art"]), 1)
+    labels = 'max_lora="8",running_lora_adapters="law,sql",waiting_lora_adapters="art"'
+    assert shown() == [f"vllm:lora_requests_info{{{labels}}}"]
+    metrics.on_load(LoadUpdate(max_loras=4), 0)
+    labels = 'max_lora="8",running_lora_adapters="law",waiting_lora_adapters="art"'
+    assert shown() == [f"vllm:lora_requests_info{{{labels}}}"], "earlier ones are gone"
+    metrics.on_load(LoadUpdate(max_loras=4, resident=["0a", "0b"]), 1)
+    page = metrics.render().decode()
+    assert 'treeline:lora_pool_slots_used{dp_rank="1",model_name="m"} 2.0' in page
+    assert 'treeline:lora_pool_slots_total{dp_rank="1",model_name="m"} 4.0' in page

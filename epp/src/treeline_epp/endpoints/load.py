@@ -72,7 +72,8 @@ OVERLOADED_FOR_S = 1.0
 class Report:
     """A load report in the picker's own terms. Zeros mean "unknown". `tokens_held` of `tokens_total` are in memory,
     running or cached (SGLang's report counts the running ones only). `in_flight` are all requests that the engine has.
-    `adapters` are those that our runtime has, by digest, and whether each has a slot on the device.
+    `adapters` are those that our runtime has, by digest, and whether each has a slot on the device. An engine that is
+    scraped tells those with running requests, by name: `only_resident`.
     """
 
     at: float
@@ -86,6 +87,7 @@ class Report:
     decode_step_s: float = 0.0
     draining: bool = False
     adapters: Mapping[str, bool] = field(default_factory=dict)
+    only_resident: bool = False
     lag_s: float = TRANSIT_S
 
     @property
@@ -204,6 +206,8 @@ class EndpointLoad:
             tokens_held=int(load.kv_usage * load.tokens_total),
             tokens_total=load.tokens_total,
             decode_step_s=learned.step_s,
+            adapters=dict.fromkeys(load.adapters or (), True),
+            only_resident=load.adapters is not None,
             lag_s=SCRAPE_LAG_S,
         )
         self.reservations.close_answered(self.report.knows_until)

@@ -52,7 +52,8 @@ class MetricNames(Struct, frozen=True):
     """The names of one type of engine. `prefix` identifies its page; `path` is where the page is. `computed` is the
     running total of prompt tokens that were computed and not found in the cache. Pairs are totals that grow together:
     `prompts` requests and their tokens, `prefills` computed tokens and seconds, `steps` tokens and the seconds between
-    them, `transfers` tokens of prompts that came from another engine and the seconds on their way.
+    them, `transfers` tokens of prompts that came from another engine and the seconds on their way. `adapters` has a
+    series for each list of running adapters that there ever was; its value is when that was.
     """
 
     prefix: str = ""
@@ -66,6 +67,7 @@ class MetricNames(Struct, frozen=True):
     prefills: tuple[tuple[Metric, Metric], ...] = ()
     steps: tuple[tuple[Metric, Metric], ...] = ()
     transfers: tuple[tuple[Metric, Metric], ...] = ()
+    adapters: str = ""
 
 
 def _sum_and_count(name: str) -> tuple[Metric, Metric]:
@@ -90,6 +92,7 @@ VLLM = MetricNames(
             Metric("vllm:nixl_xfer_time_seconds_sum"),
         ),
     ),
+    adapters="vllm:lora_requests_info",
 )
 
 _SGLANG_COMPUTED = Metric("sglang:realtime_tokens_total", {"mode": "prefill_compute"})
@@ -198,7 +201,15 @@ def _read(page: bytes, names: MetricNames) -> ScrapedLoad | None:
         prefills=_pair(page, names.prefills, seconds_of=_one_rank),
         steps=_pair(page, names.steps),
         transfers=_pair(page, names.transfers),
+        adapters=_adapters(page, names.adapters) if names.adapters else None,
     )
+
+
+def _adapters(page: bytes, name: str) -> frozenset[str] | None:
+    """Return the names in the newest series; None where there is none."""
+    told = (one for one in series(page, name.encode()) if 0.0 <= one.value <= MOST)
+    newest = max(told, key=lambda one: one.value, default=None)
+    return None if newest is None else frozenset(newest.labels.get("running_lora_adapters", "").split(",")) - {""}
 
 
 def _values(page: bytes, metric: Metric) -> list[float]:

@@ -38,7 +38,7 @@ Totals: TypeAlias = tuple[float, float]
 
 class ScrapedLoad(Struct, frozen=True):
     """The values of one page. Zeros and `None` mean "not reported". `kv_usage` is the share of `tokens_total` that
-    running requests hold. For the totals see `model_server_metrics.MetricNames`.
+    running requests hold; `adapters` have running requests. For the totals see `model_server_metrics.MetricNames`.
     """
 
     running: int = 0
@@ -50,6 +50,7 @@ class ScrapedLoad(Struct, frozen=True):
     prefills: Totals | None = None
     steps: Totals | None = None
     transfers: Totals | None = None
+    adapters: frozenset[str] | None = None
 
 
 @dataclass(slots=True)

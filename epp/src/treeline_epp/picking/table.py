@@ -278,8 +278,8 @@ class Table:
         for at, row in enumerate(rows.tolist()):
             one = self.at_row(row)
             report, name = one.load.report, one.spec.adapters.get(request.model or "", lora)
-            if report is not None and name in report.adapters:
-                slots[at] = 1.0 if report.adapters[name] else -1.0
+            if report is not None and (name in report.adapters or report.only_resident):
+                slots[at] = 1.0 if report.adapters.get(name) else -1.0
         return slots
 
     def at(self, addresses: Iterable[str]) -> Rows:

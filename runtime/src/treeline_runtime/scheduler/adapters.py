@@ -6,7 +6,7 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,7 @@ class Adapters:
         """most_bytes: of adapters on the host of a rank, besides one that was just read. reqs: all that have not ended.
         wake: called in any thread when `step` has something."""
         self._root, self._most_bytes = config.lora_root, most_bytes
+        self._max_loras = config.max_loras if config.serves_adapters else 0
         self._residence, self._slots, self._audits = residence, cache.slots, audits
         self._reqs, self._finish, self._reply, self._wake = reqs, finish, reply, wake
         self.names: dict[str, str] = {}
@@ -115,6 +116,18 @@ class Adapters:
             self._rereading = wanted
             self._begin(wanted, self._known[wanted].folder)
         return found
+
+    def load_fields(self) -> dict[str, Any]:
+        """What LoadUpdate has of adapters."""
+        fields: dict[str, Any] = {"digests": self.served, "max_loras": self._max_loras}
+        if running := self._slots.running:
+            fields["running_adapters"] = self._named(running)
+        if waiting := self._slots.waiting:
+            fields["waiting_adapters"] = self._named(waiting)
+        return fields
+
+    def _named(self, digests: Container[str]) -> list[str]:
+        return [name for name, digest in self.names.items() if digest in digests]
 
     def _begin(self, purpose: LoadAdapterReq | str, folder: str) -> None:
         started = time.perf_counter()

@@ -478,7 +478,7 @@ class Scheduler:
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
-            digests=self.adapters.served,
+            **self.adapters.load_fields(),
             **self.stats.load_fields(),
             **self.cache.load_fields(self.audits.held_pages),
         )

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 MOST_PASSING = 32
 """Requests of other adapters that are admitted while one waits, before a slot is kept for it."""
@@ -189,12 +189,12 @@ class AdapterSlots:
         return sorted(self._slots)
 
     @property
-    def running(self) -> list[str]:
-        return [adapter for adapter, users in self._used.items() if users]
+    def running(self) -> set[str]:
+        return {adapter for adapter, users in self._used.items() if users}
 
     @property
-    def waiting(self) -> list[str]:
-        return list(self._waiting)
+    def waiting(self) -> Set[str]:
+        return self._waiting.keys()
 
     def uses(self, adapter: str) -> bool:
         """Whether a request has its slot or waits."""

@@ -47,6 +47,8 @@ _LOADS: tuple[tuple[str, str, Callable[[LoadUpdate], float]], ...] = (
         lambda load: load.prefill_tokens_per_s,
     ),
     ("decode_step_seconds", "Seconds that a decode step takes, as measured.", lambda load: load.decode_step_ms / 1000),
+    ("lora_pool_slots_used", "Adapters on the device.", lambda load: len(load.resident)),
+    ("lora_pool_slots_total", "Adapters that the device has room for.", lambda load: load.max_loras),
 )
 """The load of a data-parallel rank: with the label `dp_rank` where there are several."""
 _TOTALS: tuple[tuple[str, str, Callable[[LoadUpdate], int]], ...] = (
@@ -160,6 +162,12 @@ class Metrics:
             "e2e_request_latency_seconds", "Seconds from the arrival of a request to its last token.", E2E_BUCKETS
         )
 
+        self._lora = Gauge(
+            "vllm:lora_requests_info",
+            "Adapters with running and with waiting requests, as vLLM tells them: the value is the time.",
+            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            registry=self._registry,
+        )
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text, _ in _LOADS}
         self._tiers = {member: self._new(*described) for member, described in _TIERS.items()}
@@ -205,6 +213,14 @@ class Metrics:
         self.set("spec_accept_rate", right / sum(of.total_draft_tokens for of in self._last_loads))
 
     def render(self) -> bytes:
+        loads = self._last_loads
+        running, waiting = (
+            ",".join(sorted({name for load in loads for name in of(load)}))
+            for of in (lambda load: load.running_adapters, lambda load: load.waiting_adapters)
+        )
+        self._lora.clear()
+        if slots := sum(load.max_loras for load in loads):
+            self._lora.labels(str(slots), running, waiting).set_to_current_time()
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:
