@@ -15,6 +15,7 @@ from typing import Any, TypeGuard, overload
 import msgspec
 from tokenizers import Tokenizer
 from treeline_wire.chat import ChatTemplate, TemplateError
+from treeline_wire.namespaces import join_namespace
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_runtime.config import SchedulerConfig
@@ -22,12 +23,14 @@ from treeline_runtime.messages import (
     AbortReq,
     FlushReq,
     GenerateReq,
+    LoadAdapterReq,
     Reply,
     SamplingParams,
     SleepReq,
     StartProfileReq,
     StopProfileReq,
     ToScheduler,
+    UnloadAdapterReq,
     UpdateWeightsReq,
     WakeReq,
 )
@@ -123,8 +126,9 @@ class Engine:
     ) -> Output | list[Output]:
         """Completes one prompt (text or ids), or a list of them at once, in order.
 
-        `options`: other fields of GenerateReq. Raises GenerationError if a request is refused or fails, after ending
-        the others of the list. Raises TypeError for unknown parameters and options, and wrong types.
+        `options`: other fields of GenerateReq; `lora_path`, the name of a loaded LoRA adapter. Raises GenerationError if
+        a request is refused or fails, after ending the others of the list. Raises TypeError for unknown parameters and
+        options, and wrong types; ValueError for an adapter that is not loaded.
         """
         requests = self._requests(prompts, sampling_params, options)
         woken = threading.Event()
@@ -222,6 +226,15 @@ class Engine:
         run or if it fails; the old weights then stay."""
         self._ask(UpdateWeightsReq, path=str(path))
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
+        """Loads a LoRA adapter from a folder below `lora_root` or relative to it: `generate(…, lora_path=lora_name)`
+        uses it. Raises RuntimeError if it cannot be served."""
+        self._ask(LoadAdapterReq, name=lora_name, path=str(lora_path))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Raises RuntimeError while requests use it."""
+        self._ask(UnloadAdapterReq, name=lora_name)
+
     def start_profile(self, folder: str | Path, steps: int = 100) -> None:
         """Traces the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. RuntimeError if a trace runs."""
         self._ask(StartProfileReq, folder=str(folder), steps=steps)
@@ -266,11 +279,19 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
         if self.tokenizer is None and any(one.stop for one in each):
             raise ModelError(f"{self.config.model} has no tokenizer.json: stop strings need one")
+        if "lora_path" in options:
+            options = self._with_adapter(**options)
         encoded = iter(self._encode([prompt for prompt in prompts if isinstance(prompt, str)]))
         return [
             _request(next(self._ids), next(encoded) if isinstance(prompt, str) else prompt, one, options)
             for prompt, one in zip(prompts, each, strict=True)
         ]
+
+    def _with_adapter(self, lora_path: str, namespace: str | None = None, **options: Any) -> dict[str, Any]:
+        digest = self.scheduler.adapters.names.get(lora_path)
+        if digest is None:
+            raise ValueError(f"no LoRA adapter is loaded as {lora_path!r}")
+        return {**options, "namespace": join_namespace(digest, namespace)}
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if not texts:
