@@ -26,14 +26,13 @@ import torch
 from engine import COMMON, SHAPES, report
 from safetensors.torch import save_file
 from treeline_runtime import Engine, SamplingParams
-from treeline_wire.namespaces import join_namespace
 from work import Work
 
 BATCH, RANK = 32, 16
 
 
 def write_adapters(folder: Path, shape: dict[str, int], count: int) -> list[str]:
-    """Writes adapters of random numbers; returns them as --lora-modules."""
+    """Writes adapters of random numbers; returns their names."""
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     wide, narrow = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     sizes = {"q_proj": (wide, hidden), "k_proj": (narrow, hidden), "v_proj": (narrow, hidden), "o_proj": (hidden, wide)}
@@ -50,17 +49,18 @@ def write_adapters(folder: Path, shape: dict[str, int], count: int) -> list[str]
         (folder / str(number)).mkdir()
         save_file(tensors, folder / str(number) / "adapter_model.safetensors")
         (folder / str(number) / "adapter_config.json").write_text(json.dumps(config))
-    return [f"{number}={folder / str(number)}" for number in range(count)]
+    return [str(number) for number in range(count)]
 
 
-def tokens_s(engine: Engine, work: Work, namespaces: list[str | None]) -> float:
+def tokens_s(engine: Engine, work: Work, adapters: list[str] | None = None) -> float:
     """Output tokens per second of all requests at once, with no page from before."""
     engine.flush_cache()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=work.lengths[0])
 
     async def run() -> None:
-        asked = zip(work.prompts, namespaces, strict=True)
-        await asyncio.gather(*(engine.async_generate(ids, params, namespace=namespace) for ids, namespace in asked))
+        options = [{"lora_path": name} for name in adapters] if adapters else [{}] * BATCH
+        asked = zip(work.prompts, options, strict=True)
+        await asyncio.gather(*(engine.async_generate(ids, params, **each) for ids, each in asked))
 
     began = time.perf_counter()
     asyncio.run(run())
@@ -81,18 +81,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "config.json").write_text(json.dumps(shape | COMMON))
-        modules = write_adapters(folder, shape, known)
-        adapters = {"lora_root": place, "max_loras": args.slots, "max_lora_rank": RANK}
+        names = write_adapters(folder, shape, known)
+        adapters = {"lora_root": place, "max_loras": args.slots, "max_lora_rank": RANK, "max_lora_memory": 1 << 40}
         with Engine(folder, **settings) as plain, Engine(folder, **settings, **adapters) as served:
             began = time.perf_counter()
-            served.scheduler.adapters.load_now(tuple(modules))
+            for name in names:
+                served.load_lora_adapter(name, name)
             load_s = (time.perf_counter() - began) / known
-            digests = list(served.scheduler.adapters.names.values())
             for _ in range(rounds):
-                none, each = [None] * BATCH, [join_namespace(rng.choice(digests), None) for _ in range(BATCH)]
-                turns = [(plain, none), (served, none), (served, each)]
+                turns = [(plain, None), (served, None), (served, rng.choices(names, k=BATCH))]
                 for turn in sorted(range(3), key=lambda _: rng.random()):
-                    fastest[turn] = max(fastest[turn], tokens_s(turns[turn][0], work, turns[turn][1]))
+                    engine, asked = turns[turn]
+                    fastest[turn] = max(fastest[turn], tokens_s(engine, work, asked))
     without, with_none, with_each = fastest
     report("lora.base_share", with_none / without)
     report("lora.throughput_share", with_each / without)

@@ -126,8 +126,8 @@ class Engine:
     ) -> Output | list[Output]:
         """Completes one prompt (text or ids), or a list of them at once, in order.
 
-        `options`: other fields of GenerateReq; `lora_path`, the name of a loaded LoRA adapter. Raises GenerationError if
-        a request is refused or fails, after ending the others of the list. Raises TypeError for unknown parameters and
+        `options`: other fields of GenerateReq, and `lora_path`, the name of a LoRA adapter. Raises GenerationError if a
+        request is refused or fails, after ending the others of the list. Raises TypeError for unknown parameters and
         options, and wrong types; ValueError for an adapter that is not loaded.
         """
         requests = self._requests(prompts, sampling_params, options)
