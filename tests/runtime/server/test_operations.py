@@ -23,6 +23,7 @@ from treeline_runtime.messages import (
     SleepReq,
     StartProfileReq,
     StopProfileReq,
+    UnloadAdapterReq,
     WakeReq,
 )
 from treeline_runtime.server import administration
@@ -241,4 +242,17 @@ async def test_an_adapter_is_loaded_or_unloaded_by_one_caller_at_a_time() -> Non
     assert {kind for _, kind in world.asked} == {LoadAdapterReq}
     world.answers = {}
     await world.engine.unload_adapter(asked(lora_name="a"))
+    assert world.state.adapters == {}
+
+
+async def test_a_load_that_failed_is_undone_where_it_succeeded_and_where_it_may_still_succeed() -> None:
+    world = World()
+    world.answers = {1: None, 2: "no such folder"}
+    loading = asyncio.create_task(world.engine.load_adapter(asked(lora_name="a", lora_path="a")))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    world.answers = {}
+    with pytest.raises(ApiError, match="rank 1 does not answer"):
+        await loading
+    assert world.asked[3:] == [(0, UnloadAdapterReq), (1, UnloadAdapterReq)]
     assert world.state.adapters == {}

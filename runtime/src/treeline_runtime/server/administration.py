@@ -188,11 +188,10 @@ class Administration:
                     rank, lambda id: messages.LoadAdapterReq(id, name, body.lora_path), timeout_s=limit_s
                 )
             )
-            there = [rank for rank, reply in replies.items() if reply.ok]
-            if len(there) == len(replies):
+            if all(reply.ok for reply in replies.values()):
                 state.adapters = state.adapters | {name: (replies[0].data or {})["digest"]}
-            elif name not in state.adapters:  # no rank is to have what others have not
-                await self._unload(name, there)
+            elif name not in state.adapters:  # no rank is to have what others have not, nor one that is late
+                await self._unload(name, [r for r, reply in replies.items() if reply.ok or reply.data == SILENT])
             return replies
 
         with self._change_of(name):
