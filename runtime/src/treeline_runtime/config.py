@@ -249,6 +249,13 @@ class EngineConfig:
         help="host memory of each rank for adapters, e.g. 4GiB; beyond it the least recently used ones are read again "
         "when they are needed (default: a tenth of what is free)",
     )
+    speculative_draft_model_path: str | None = setting(
+        None,
+        group="engine",
+        rare=True,
+        metavar="DIR",
+        help="folder of an EAGLE-3 head that was trained for the model, for --speculative-algorithm EAGLE3",
+    )
     enable_return_hidden_states: bool = setting(
         False,
         group="engine",
@@ -420,11 +427,11 @@ class SchedulerConfig(EngineConfig):
         "`custom_params`; repeatable. NAME alone is a built-in one: disallowed_tokens, thinking_budget "
         "(default: none)",
     )
-    speculative_algorithm: Literal["off", "NGRAM"] = setting(
+    speculative_algorithm: Literal["off", "NGRAM", "EAGLE3"] = setting(
         "off",
         group="scheduling",
-        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text (default: "
-        "%(default)s)",
+        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text, EAGLE3 = by the head "
+        "in --speculative-draft-model-path (default: %(default)s)",
     )
     speculative_num_draft_tokens: int = setting(
         7,
@@ -469,6 +476,17 @@ class SchedulerConfig(EngineConfig):
             raise ConfigError("--host-cache needs all ranks of a model on one machine (--nnodes 1)")
         if self.host_cache is not None and self.prefix_cache == "off":
             raise ConfigError("--host-cache keeps pages of the prefix cache, which --prefix-cache off leaves out")
+        self._check_drafter()
+
+    def _check_drafter(self) -> None:
+        has_path = self.speculative_draft_model_path is not None
+        if has_path != (self.speculative_algorithm == "EAGLE3"):
+            raise ConfigError("--speculative-algorithm EAGLE3 and --speculative-draft-model-path DIR need each other")
+        if has_path and (self.pp_size > 1 or self.ep_size > self.tp_size):
+            raise ConfigError(
+                "--speculative-algorithm EAGLE3 is not supported with stages (--pp-size), nor for engines that share "
+                "experts (--dp-size with --ep-size)"
+            )
 
     @property
     def most_guesses(self) -> int:

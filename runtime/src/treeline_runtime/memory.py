@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
+from treeline_runtime.models.eagle_config import EagleConfig
 from treeline_runtime.models.model_config import ModelConfig
 
 GIB = 1 << 30
@@ -40,6 +41,11 @@ class StepLimits:
 def bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
     """Bytes per token of the KV cache: keys and values of every layer, also of layers with a window, which keep all."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
+
+
+def draft_bytes_per_token(head: EagleConfig, element_bytes: int) -> int:
+    """Bytes per token of what a head keeps in the same pages: its keys and values, and the token's features."""
+    return bytes_per_token(head.layer, element_bytes) + head.layer.hidden_size * element_bytes
 
 
 def step_limits(config: SchedulerConfig, model: ModelConfig, cuda_bytes: int | None) -> StepLimits:

@@ -320,7 +320,7 @@ def test_dynamic_rope_is_scaled_only_beyond_the_trained_length(
 
 def pages(model: Path, **settings: Any) -> int:
     config = SchedulerConfig(model=str(model), **settings)
-    return num_pages(config, read_config(model), torch.float32, torch.device("cpu"))
+    return num_pages(config, bytes_per_token(read_config(model), 4), torch.device("cpu"))
 
 
 def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(

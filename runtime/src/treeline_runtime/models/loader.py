@@ -12,6 +12,8 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.eagle import EagleHead
+from treeline_runtime.models.eagle_config import read_eagle
 from treeline_runtime.models.moe import Exchange, MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
@@ -20,7 +22,7 @@ from treeline_runtime.models.quantization.fp8 import E4M3
 from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE
 from treeline_runtime.models.shards import WHOLE, check_ranks
-from treeline_runtime.models.weights import HEAD, Checkpoint, RandomWeights, Weights
+from treeline_runtime.models.weights import EMBEDDING, HEAD, Checkpoint, RandomWeights, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Excha
         )  # fmt: skip
     if config.load_format == "dummy":
         random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, rank, experts)
-        return _build(model_config, random, context_length, pooling, ranks, exchange)
+        return _with_head(config, _build(model_config, random, context_length, pooling, ranks, exchange))
     with Checkpoint(config.model, dtype, device, scheme, rank, experts) as checkpoint:
         model = _build(model_config, checkpoint, context_length, pooling, ranks, exchange)
         checkpoint.check_all_taken()
@@ -104,9 +106,44 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Excha
             )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # so that the reported time of loading is right
+    model = _with_head(config, model)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # returns the memory that stacking weights has left reserved, for the KV pool
     return model
+
+
+def _with_head(config: EngineConfig, model: Decoder) -> Decoder:
+    """The model with the head that `config` names. Of several ranks only rank 0 has it: the others get its guesses with
+    the steps that verify them."""
+    path, ranks = config.speculative_draft_model_path, model.ranks
+    if path is None or (ranks is not None and ranks.rank.number):
+        return model
+    if model.pooler is not None:
+        raise ModelError("--speculative-draft-model-path: a model for vectors says nothing that could be guessed")
+    dtype, device, target = model.rope[0].dtype, model.rope[0].device, model.config
+
+    def whole(name: str) -> torch.Tensor:
+        """A matrix of which each rank's model has a part."""
+        if config.load_format == "dummy":
+            random = RandomWeights(config.seed, dtype, device)
+            return random.take(_saved(name, random, target), target.vocab_size, target.hidden_size)
+        with Checkpoint(config.model, dtype, device) as checkpoint:
+            return checkpoint.take(_saved(name, checkpoint, target), target.vocab_size, target.hidden_size)
+
+    settings = read_eagle(path, target)
+    try:
+        with Checkpoint(path, dtype, device) as weights:
+            model.head = EagleHead(settings, weights, model, whole)
+            weights.check_all_taken()
+    except ModelError as error:
+        raise ModelError(f"EAGLE-3 head {path}: {error}") from None
+    model.watched = settings.features
+    return model
+
+
+def _saved(name: str, weights: Weights, config: ModelConfig) -> str:
+    """The embedding, where it is the head, too."""
+    return EMBEDDING if config.tie_word_embeddings and not weights.has(name) else name
 
 
 def _build(

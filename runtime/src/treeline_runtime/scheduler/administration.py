@@ -25,6 +25,7 @@ from treeline_runtime import messages
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.kvcache.host import Slab
 from treeline_runtime.kvcache.page import PageFormat, format_of
+from treeline_runtime.memory import bytes_per_token
 from treeline_runtime.models.adapters import Adapter, read_adapter
 from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
@@ -91,6 +92,8 @@ class Residence:
         """The identity of the pages that the model computes with the weights as they are now."""
         config, limits, model = self._config, self._limits, self._architecture[0]
         random = config.seed if config.load_format == "dummy" else None
+        drafter = config.speculative_draft_model_path
+        kept = limits.kv_bytes_per_token - bytes_per_token(model, limits.kv_dtype.itemsize)
         return format_of(
             Path(config.model),
             num_layers=model.num_layers,
@@ -98,6 +101,7 @@ class Residence:
             num_kv_heads=max(model.num_kv_heads, config.tp_size),
             head_dim=model.head_dim,
             element_bytes=limits.kv_dtype.itemsize,
+            drafter=None if drafter is None else (Path(drafter), kept * limits.page_size),
             also=(
                 limits.kv_dtype,
                 limits.dtype,

@@ -21,6 +21,7 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import Speculated
 from treeline_runtime.scheduler.grammars import Jumps
+from treeline_runtime.scheduler.launched import Sampled
 from treeline_runtime.scheduler.ngrams import AT_ONCE, Ngrams, Room
 from treeline_runtime.scheduler.reports import SchedulerStats
 
@@ -124,8 +125,13 @@ class Speculation:
             found.append(token)
         return found if req.constraint is None else found[: self._allowed(req, found)]
 
-    def learn(self, req: Req, taken: Sequence[int]) -> None:
-        """taken: new tokens that a step gave it."""
+    def wanted(self, reqs: Sequence[Req]) -> int:
+        """Guesses that the device should make after a step of these requests."""
+        return 0
+
+    def learn(self, req: Req, result: Sampled) -> None:
+        """result: of a step that gave it tokens."""
+        taken = result.tokens
         if req.processor is not None:
             return  # it is called once per token, with state: nothing to guess
         state = req.drafting
@@ -179,6 +185,45 @@ class Speculation:
         return guess == token
 
 
+PROBE = 8
+"""Where no guess pays, one of so many steps makes one, to learn whether it would have been right."""
+
+
+class Chained(Speculation):
+    """Takes its guesses from the device, where a step makes those for the next one (`Chains`)."""
+
+    def __init__(self, most: int, stats: SchedulerStats, jumps: Jumps, *, overlaps: bool) -> None:
+        super().__init__(lambda _: self._arrived, most, stats, jumps, overlaps=overlaps)
+        self._arrived = _Arrived(0, [])
+        """Of the result that is being learnt."""
+        self._steps = 0
+
+    def wanted(self, reqs: Sequence[Req]) -> int:
+        known = ((FIRST_SHARE, 0) if req.drafting is None else (req.drafting.share, req.drafting.depth) for req in reqs)
+        deepest = max(depth_for(len(reqs), share, depth) for share, depth in known)
+        self._steps += 1
+        return min(deepest, self._most) if deepest else int(self._steps % PROBE == 0)
+
+    def learn(self, req: Req, result: Sampled) -> None:
+        jumped = len(req.tokens) != req.kv_len + 1
+        self._arrived = _Arrived(len(req.tokens), [] if jumped else result.guesses)
+        if req.drafting is not None:
+            req.drafting.drafter = self._arrived
+        super().learn(req, result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Guesses that came with a result. Implements `Drafter`."""
+
+    at: int
+    """They follow so many tokens."""
+    guesses: list[int]
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        return self.guesses[:most] if len(tokens) == self.at else []
+
+
 class Simulated(Speculation):
     """Takes guesses for right at a fixed rate, whatever they are: the speed of a drafter that is not there. The
     outputs are nonsense."""
@@ -218,4 +263,6 @@ def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps, *,
     most = config.most_guesses
     if config.speculative_simulate_acceptance is not None:
         return Simulated(config.speculative_simulate_acceptance, most, stats, jumps, overlaps=overlaps)
+    if config.speculative_algorithm == "EAGLE3":
+        return Chained(most, stats, jumps, overlaps=overlaps)
     return Speculation(Ngrams, most, stats, jumps, overlaps=overlaps) if most else None

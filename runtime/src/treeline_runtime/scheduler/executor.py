@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from treeline_runtime.attention import Layout, new_attention
-from treeline_runtime.config import EngineConfig
+from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.models.adapters import Adapter
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.lora import AdapterPool
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
 from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
+from treeline_runtime.scheduler.chains import Chains
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.launched import Choices, Launched, Pooled, Step
@@ -48,7 +49,7 @@ class Executor:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: SchedulerConfig,
         model: Decoder,
         limits: Resolved,
         group: Group | None = None,
@@ -91,7 +92,11 @@ class Executor:
                 self._slots = AdapterPool(model.sites, *room, limits.dtype, device)
             scoring = shape.scoring.within(table.page_table.shape[1] * limits.page_size)
             self._attention = new_attention(config.attention_backend, self.pool, shape.num_heads, scoring)
-            self._forward = Forward(model, self._attention, table)
+            self._chains: Chains | None = None
+            if model.head is not None:
+                tables = table.token_pool, table.page_table
+                self._chains = Chains(model.head, model.ops, *tables, self.pool, limits, config.most_guesses)
+            self._forward = Forward(model, self._attention, table, self._chains)
             self._graphs = DecodeGraphs(self._forward, self._attention, table, limits.max_graph_batch, device)
             self._prompts = PromptGraphs(self._forward, self._attention, table, limits.max_graph_tokens, device)
 
@@ -341,6 +346,8 @@ class Executor:
     def _read_back(self, launched: Launched, step: Step) -> None:
         checks = [check for check in (step.allowed, step.sound) if check is not None]
         launched.read_back(step.kv_finite, *step.tokens, *checks)
+        if self._chains is not None and step.plan.chain:
+            launched.guesses = self._chains.guess(step.plan, step.tokens.ids)
         if wanted := step.plan.logprobs:
             where = upload(np.array(list(wanted)), self._device)
             launched.logprobs = Logprobs(step.logits[where].float(), step.tokens.ids[where], max(wanted.values()))

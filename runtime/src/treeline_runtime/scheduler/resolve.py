@@ -20,12 +20,12 @@ from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.memory import (
     DEFAULT_FRACTION,
     bytes_per_token,
+    draft_bytes_per_token,
     kv_budget,
     reserved_bytes,
     resolve_context_length,
     step_limits,
 )
-from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
 from treeline_runtime.models.lora import pool_bytes
@@ -35,14 +35,12 @@ CPU_POOL_LIMIT = 1 << 30
 """Bytes kept free on a CPU, where the pool shares the machine."""
 
 
-def num_pages(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, reserved: int = 0
-) -> int:
+def num_pages(config: EngineConfig, token_bytes: int, device: torch.device, reserved: int = 0) -> int:
     """From `max_total_tokens`, else from memory. Raises ConfigError if not even a page fits, or not all of them.
 
-    reserved: device memory taken besides the pool: tables, workspaces, graphs.
+    token_bytes: of a token in the pool. reserved: device memory taken besides the pool: tables, workspaces, graphs.
     """
-    page_bytes = bytes_per_token(model, dtype.itemsize) * config.page_size
+    page_bytes = token_bytes * config.page_size
     if config.max_total_tokens is None:
         if device.type == "cuda":
             budget = kv_budget(config, *torch.cuda.mem_get_info(device)) - reserved
@@ -242,7 +240,9 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     if config.serves_adapters and not on_cpu:
         reserved += pool_bytes(model.sites, config.max_loras, config.max_lora_rank, dtype.itemsize)
     token_bytes = bytes_per_token(model.own, kv_dtype.itemsize)
-    pages = num_pages(config, model.own, kv_dtype, device, reserved)
+    if model.head is not None:
+        token_bytes += draft_bytes_per_token(model.head.config, dtype.itemsize)
+    pages = num_pages(config, token_bytes, device, reserved)
     taken = pages * token_bytes * config.page_size * config.ranks_here if on_cpu else 0
     return Resolved(
         device=device,

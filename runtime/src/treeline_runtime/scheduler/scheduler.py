@@ -87,8 +87,7 @@ class Scheduler:
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth if config.jump_forward else None
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
-        overlaps = limits.overlap_depth > 0
-        self._speculation = speculation(config, self.stats, self._jumps, overlaps=overlaps)
+        self._speculation = speculation(config, self.stats, self._jumps, overlaps=limits.overlap_depth > 0)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size, self._speculation)
         self.residence = Residence(config, limits, model, group, peers)
         chunk, limit = limits.chunked_prefill_size, limit_for(config, model.config, limits)
@@ -244,7 +243,8 @@ class Scheduler:
                 self.decode.running[req.rid] = req
 
     def _compute(self, batch: Batch) -> Launched:
-        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None)
+        chain = 0 if self._speculation is None else self._speculation.wanted(batch.reqs)
+        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None, chain=chain)
         if self.config.cache_audit:
             plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)
@@ -329,7 +329,7 @@ class Scheduler:
             self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
         finish = finish or self._jumps.after(req)
         if self._speculation is not None:
-            self._speculation.learn(req, result.tokens)
+            self._speculation.learn(req, result)
         if finish is not None:
             self._finish(req, finish, result)
         else:

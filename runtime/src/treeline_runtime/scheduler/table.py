@@ -84,8 +84,10 @@ class TableManager:
 NOTHING = Writes()
 
 
-def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], *, pools: bool) -> StepPlan:
-    """slots: see `StepPlan`. pools: the model makes vectors."""
+def plan_of(
+    batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], *, pools: bool, chain: int = 0
+) -> StepPlan:
+    """slots, chain: see `StepPlan`. pools: the model makes vectors."""
     reqs, starts, ends = batch.reqs, batch.starts, batch.ends
     sampling = batch.sampling
     those = [
@@ -111,6 +113,8 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], 
     if rows_sampling:
         extra["rows_sampling"] = rows_sampling
         extra["delayed"] = [j for j in rows_sampling if those[j][0].delays]
+    if chain:
+        extra["chain"] = chain
     if drafts:
         extra["drafts"] = drafts
         known_right = {i: state.right for i in drafts if (state := reqs[i].drafting) is not None}
