@@ -66,6 +66,9 @@ class EagleHead:
         self._mlp = FeedForward(weights, ops, f"{prefix}mlp.", hidden, layer.intermediate_size, bias=layer.mlp_bias)
         self._heads = Heads(heads, kv_heads, dim, None, layer.rms_norm_eps)
         own = "embed_tokens.weight"
+        for name in (own, HEAD):
+            if hidden != of_each and not weights.has(name):
+                raise ModelError(f"it has hidden states of {hidden}, and lacks {name}: the model's is of {of_each}")
         if weights.has(own):
             self._embedding = weights.take(own, layer.vocab_size, hidden)
         else:
