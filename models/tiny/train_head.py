@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 head for the tiny model and writes it in the form of yuhuili's and SpecForge's heads.
 
-`python models/tiny/train_head.py --minutes 20` makes models/tiny-eagle3 again on a CPU (up to the arithmetic of the
+`python models/tiny/train_head.py --minutes 28` makes models/tiny-eagle3 again on a CPU (up to the arithmetic of the
 machine). The head guesses what the model says next, from the tokens and the residual stream in three of its layers.
 Training unrolls it: each pass reads the hidden states that the pass before gave for the token before, as guessing does.
 """
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     here = Path(__file__).parent
     parser.add_argument("--out", type=Path, default=here.parent / "tiny-eagle3", help="directory to write the head to")
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, default=28.0)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens a step")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     arguments = parser.parse_args()

@@ -10,7 +10,9 @@ round.
 - `spec.ngram.speedup.bN`: seconds without guesses ÷ seconds with `--speculative-algorithm NGRAM`. The answers repeat
   themselves, as greedy answers of small models and random weights do; they must be the same with guesses and without.
 - `spec.ngram.accept_length.bN`: tokens that a step with guesses gave a request then.
-- `spec.grammar.speedup.bN`: the same for JSON of which 30 % is forced (`structured.py`), without guesses and
+- `spec.eagle3.speedup.bN`, `spec.eagle3.accept_length.bN`: the same for the tiny model's EAGLE-3 head, and for answers
+  that it was trained on: counting, from numbers drawn at random.
+- `spec.grammar.speedup.bN`: the first for JSON of which 30 % is forced (`structured.py`), without guesses and
   jump-forward ÷ with both. These answers differ: jumps split forced text as the tokenizer does.
 - `spec.simulated80.speedup.bN`: as the first with 3 guesses of which 80 % are taken for right, whatever they are
   (`--speculative-simulate-acceptance 0.8`): the speed of a drafter that costs nothing. These answers are nonsense.
@@ -19,10 +21,13 @@ round.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engine import SHAPES
@@ -35,7 +40,21 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=ANSWER, ignore_eos=True)
 JSON = SamplingParams(temperature=0.0, max_new_tokens=400, grammar=schema(30))
 
 
-def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
+HEAD = Path(__file__).resolve().parents[2] / "models" / "tiny-eagle3"
+COUNTED = SamplingParams(temperature=0.0, max_new_tokens=ANSWER)
+Prompt = list[int] | str
+
+
+def drawn(rng: random.Random) -> Prompt:
+    return rng.choices(TOKENS, k=PROMPT)
+
+
+def question(rng: random.Random) -> Prompt:
+    first = rng.randint(1, 99)
+    return f"<|im_start|>user\nCount from {first} to {first + 19}.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def answers(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> tuple[float, list[list[int]]]:
     """→ seconds, tokens"""
     started = time.perf_counter()
     outputs = engine.generate(prompts, params)
@@ -43,18 +62,35 @@ def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
 
 
 def measure(
-    name: str, on: Engine, off: Engine, batch: int, rounds: int, params: SamplingParams = GREEDY, *, same: bool = False
+    name: str,
+    on: Engine,
+    off: Engine,
+    batch: int,
+    rounds: int,
+    params: SamplingParams = GREEDY,
+    *,
+    prompt: Callable[[random.Random], Prompt] = drawn,
+    same: bool = False,
 ) -> None:
     """same: whether the answers must be."""
     rng, ratios = random.Random(batch), []
     for round_ in range(rounds + 1):
-        prompts = [rng.choices(TOKENS, k=PROMPT) for _ in range(batch)]
+        prompts = [prompt(rng) for _ in range(batch)]
         found = {engine: answers(engine, prompts, params) for engine in ((on, off) if round_ % 2 else (off, on))}
         if same and found[on][1] != found[off][1]:
             raise SystemExit(f"{name}: guesses changed an answer")
         if round_:
             ratios.append(found[off][0] / found[on][0])
     report(f"spec.{name}.speedup.b{batch}", statistics.median(ratios))
+
+
+def with_length(name: str, on: Engine, measured: Callable[[], None], batch: int) -> None:
+    """Reports the tokens of a step with guesses, too."""
+    stats = on.scheduler.stats
+    drafts, right = stats.total_drafts, sum(stats.accepted_per_position)
+    measured()
+    length = (sum(stats.accepted_per_position) - right) / (stats.total_drafts - drafts)
+    report(f"spec.{name}.accept_length.b{batch}", 1 + length)
 
 
 def main() -> int:
@@ -71,13 +107,17 @@ def main() -> int:
         with Engine(folder, jump_forward=False, mem_fraction=0.4, **settings) as off:
             with Engine(folder, speculative_algorithm="NGRAM", mem_fraction=0.8, **settings) as on:
                 for batch in BATCHES[:1] if args.quick else BATCHES:
-                    stats = on.scheduler.stats
-                    drafts, right = stats.total_drafts, sum(stats.accepted_per_position)
-                    measure("ngram", on, off, batch, rounds, same=args.shape == "tiny")
-                    length = (sum(stats.accepted_per_position) - right) / (stats.total_drafts - drafts)
-                    report(f"spec.ngram.accept_length.b{batch}", 1 + length)
+                    same = args.shape == "tiny"
+                    one = functools.partial(measure, "ngram", on, off, batch, rounds, same=same)
+                    with_length("ngram", on, one, batch)
                 for batch in GRAMMARS[:1] if args.quick else GRAMMARS:
                     measure("grammar", on, off, batch, rounds, JSON)
+            if args.shape == "tiny":
+                head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(HEAD)}
+                with Engine(folder, mem_fraction=0.8, **head, **settings) as on:
+                    for batch in BATCHES[:1] if args.quick else BATCHES:
+                        asked = functools.partial(measure, "eagle3", on, off, batch, rounds, COUNTED, prompt=question)
+                        with_length("eagle3", on, functools.partial(asked, same=True), batch)
             simulated = {"speculative_simulate_acceptance": 0.8, "speculative_num_draft_tokens": 3}
             with Engine(folder, mem_fraction=0.8, **simulated, **settings) as on:
                 for batch in SIMULATED[:1] if args.quick else SIMULATED:

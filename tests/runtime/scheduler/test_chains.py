@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from support.eagle_heads import heard, write_head
 from support.runtime_constraints import Constrained, Toy, follows, only
 from support.runtime_engine import Harness, prompt
-from support.runtime_graphs import ComputedGraphs
 from support.runtime_grammars import MODEL, WithGrammars
+from support.runtime_graphs import ComputedGraphs
 from support.tiered_engine import PROMPTS, engine, round_of
-from treeline_runtime.messages import Grammar
+from tokenizers import Tokenizer
+from treeline_runtime.messages import Grammar, SleepReq, WakeReq
 from treeline_runtime.scheduler import drafting
 from treeline_runtime.scheduler.chains import Chains
 
@@ -141,6 +142,20 @@ def test_pages_of_the_host_bring_what_the_head_needs(tiny: Path, head: Path) -> 
         assert found == expected
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_head_sleeps_and_wakes_with_the_model(tiny: Path, head: Path, level: int) -> None:
+    made = Harness(tiny, **with_head(head))
+    found, ids = heard(made), prompt(1, 23)
+    answer = made.generate("a", ids)
+    expected = dict(found)
+    found.clear()
+    made.inbox += [SleepReq("s", level), WakeReq("w")]
+    made.run()
+    assert all(reply.ok for reply in made.replies)
+    assert made.generate("b", ids) == answer
+    assert found == expected
+
+
 def test_pages_are_of_no_use_to_an_engine_with_another_head(tiny: Path, head: Path, tmp_path: Path) -> None:
     other = write_head(tmp_path / "head", tiny, (0, 1, 1), vocab=FEW, own_embedding=True, seed=1)
     forms = [
@@ -204,6 +219,24 @@ def test_the_device_guesses_seldom_where_it_does_not_pay(
     assert chains[0] == 3
     assert 5 <= len(chains) - chains.index(1) < 20
     assert set(chains[chains.index(1) :]) == {1}
+
+
+QUESTIONS = ("What is the capital of France?", "What is 17 + 25?", "Count from 31 to 44.", "Spell castle.")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_trained_head_is_mostly_right(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    monkeypatch.undo()
+    plain, made = WithGrammars(), WithGrammars(**with_head(MODEL.parent / "tiny-eagle3"))
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_new_tokens": 60}
+    for rid, question in enumerate(QUESTIONS):
+        ids = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+        assert made.generate(str(rid), ids, **options) == plain.generate(str(rid), ids, **options)
+    load = made.load()
+    assert sum(load.accepted_per_position) > 0.5 * load.total_draft_tokens
+    assert sum(load.accepted_per_position) > 2 * load.total_drafts
+    assert made.steps < 0.6 * plain.steps
 
 
 def test_grammars_get_the_guesses_that_they_allow() -> None:
