@@ -16,6 +16,8 @@ DEFAULT_FRACTION = 0.85
 """Share of a CUDA device's memory for weights and KV pool."""
 OTHER_BYTES = 5 * GIB // 4
 """FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for Qwen3-0.6B and Llama-8B, of prompts 0.5 and 0.2)."""
+CHAIN_BYTES = 3 * GIB // 2
+"""What guesses of a head copy: see `scheduler.chains`."""
 LARGEST_GRAPH = 256
 """Sequences: beyond them a step is long enough to hide its launches."""
 _LEAST, _MOST = 256, 4096

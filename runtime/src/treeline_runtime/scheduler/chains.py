@@ -21,11 +21,16 @@ import torch.nn.functional as F
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
+from treeline_runtime.memory import CHAIN_BYTES
 from treeline_runtime.models.eagle import EagleHead
 from treeline_runtime.ops import Found, Ops, Tables
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.transfer import Readback, upload
+
+MOST_BYTES = CHAIN_BYTES // 3
+"""Keys and values that chains copy from pages at once, and each half again with the chain's own; where they would be
+more, as for many long sequences, nothing is guessed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +59,7 @@ class _Chain:
         own = torch.arange(rows, device=q.device)
         found: list[torch.Tensor] = []
         for before, chain in zip(self.before.gather(layer, self.pages), self.pool.gather(layer, own), strict=True):
-            taken = before.view(rows, -1, heads, dim).masked_fill(~self.seen[..., None, None], 0)
+            taken = before.view(rows, -1, heads, dim).masked_fill_(~self.seen[..., None, None], 0)
             found.append(torch.cat((taken, chain[:, : plan + 1]), 1).transpose(1, 2))
         mask = F.pad(self.seen, (0, plan + 1), value=True)[:, None, None]
         keys, values = found
@@ -95,6 +100,7 @@ class Chains:
             )
 
         self.pool, self._chain = pool(limits.num_pages, limits.page_size), pool(limits.max_running_requests, most)
+        self._page_bytes = self.pool.keys[0][0].nbytes + self.pool.values[0][0].nbytes
         numbers = limits.page_size * layer.hidden_size
         features = torch.zeros(1, limits.num_pages + 1, numbers, dtype=limits.dtype, device=limits.device)
         self._features = features.view(-1, layer.hidden_size)
@@ -110,10 +116,13 @@ class Chains:
         context = Context(self._stores, None, found.slots, found.cos, found.sin, found.unfinite)
         self._head.keep(found.ids, self._features[before], context)
 
-    def guess(self, plan: StepPlan, ids: torch.Tensor) -> tuple[list[int], Readback]:
+    def guess(self, plan: StepPlan, ids: torch.Tensor) -> tuple[list[int], Readback] | None:
         """ids (sampled,): the tokens of a step → the sequences that sample, and guesses (sequences, plan.chain) for
-        the tokens that follow in each."""
+        the tokens that follow in each. None: their keys and values are too many."""
         sequences = list(dict.fromkeys(plan.sampling))
+        pages = -(-max(plan.ends[i] for i in sequences) // self._tables.page_size)
+        if len(sequences) * pages * self._page_bytes > MOST_BYTES:
+            return None
         drafts = [plan.drafts.get(i, []) for i in sequences]
         width = max(map(len, drafts))
         known = np.full((len(sequences), 3 + width), -1)
@@ -127,7 +136,6 @@ class Chains:
         token = sampled.gather(1, right[:, None])[:, 0]
         positions, rows = (there[:, 1] + right).int(), there[:, 0].int()
         hidden = self._features[self._look_up(rows, positions - 1).slots]
-        pages = -(-max(plan.ends[i] for i in sequences) // self._tables.page_size)
         before = torch.arange(pages * self._tables.page_size, device=ids.device)
         seen = (before >= 1) & (before < positions[:, None])
         of_rows = self._tables.pages[:, :pages].index_select(0, rows).flatten()

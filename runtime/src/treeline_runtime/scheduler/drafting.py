@@ -202,7 +202,8 @@ class Chained(Speculation):
         known = ((FIRST_SHARE, 0) if req.drafting is None else (req.drafting.share, req.drafting.depth) for req in reqs)
         deepest = max(depth_for(len(reqs), share, depth) for share, depth in known)
         self._steps += 1
-        return min(deepest, self._most) if deepest else int(self._steps % PROBE == 0)
+        ever = depth_for(len(reqs), 1.0, 0) > 0
+        return min(deepest, self._most) if deepest else int(ever and self._steps % PROBE == 0)
 
     def learn(self, req: Req, result: Sampled) -> None:
         jumped = len(req.tokens) != req.kv_len + 1

@@ -228,7 +228,8 @@ class Executor:
         one = StepPlan([self._table.scratch_row], [0], [length])
         if self._model.pooler is not None:
             return msgspec.structs.replace(one, whole=[True])
-        return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
+        chain = int(self._chains is not None)
+        return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0], chain=chain)
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.memory import (
+    CHAIN_BYTES,
     DEFAULT_FRACTION,
     bytes_per_token,
     draft_bytes_per_token,
@@ -239,6 +240,8 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize, ranks)
     if config.serves_adapters and not on_cpu:
         reserved += pool_bytes(model.sites, config.max_loras, config.max_lora_rank, dtype.itemsize)
+    if model.head is not None and not on_cpu:
+        reserved += CHAIN_BYTES
     token_bytes = bytes_per_token(model.own, kv_dtype.itemsize)
     if model.head is not None:
         token_bytes += draft_bytes_per_token(model.head.config, dtype.itemsize)
