@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +54,7 @@ def write_head(
     def norm(size: int) -> torch.Tensor:
         return 1 + 0.3 * torch.randn(size, generator=generator)
 
-    heads, kv_heads, dim, inner = (
-        LAYER[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    )
-    prefix = "midlayer." if form == OLD else "layers.0."
-    tensors = {
-        f"{prefix}self_attn.q_proj.weight": matrix(heads * dim, 2 * size),
-        f"{prefix}self_attn.k_proj.weight": matrix(kv_heads * dim, 2 * size),
-        f"{prefix}self_attn.v_proj.weight": matrix(kv_heads * dim, 2 * size),
-        f"{prefix}self_attn.o_proj.weight": matrix(size, heads * dim),
-        f"{prefix}mlp.gate_proj.weight": matrix(inner, size),
-        f"{prefix}mlp.up_proj.weight": matrix(inner, size),
-        f"{prefix}mlp.down_proj.weight": matrix(size, inner),
-        f"{prefix}input_layernorm.weight": norm(size),
-        f"{prefix}hidden_norm.weight": norm(size),
-        f"{prefix}post_attention_layernorm.weight": norm(size),
+    tensors = _layer("midlayer." if form == OLD else "layers.0.", size, matrix, norm) | {
         "fc.weight": matrix(size, count * of_target),
         "norm.weight": norm(size),
     }
@@ -95,6 +81,26 @@ def write_head(
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
     return path
+
+
+def _layer(
+    prefix: str, size: int, matrix: Callable[..., torch.Tensor], norm: Callable[[int], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    heads, kv_heads, dim, inner = (
+        LAYER[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    )
+    return {
+        f"{prefix}self_attn.q_proj.weight": matrix(heads * dim, 2 * size),
+        f"{prefix}self_attn.k_proj.weight": matrix(kv_heads * dim, 2 * size),
+        f"{prefix}self_attn.v_proj.weight": matrix(kv_heads * dim, 2 * size),
+        f"{prefix}self_attn.o_proj.weight": matrix(size, heads * dim),
+        f"{prefix}mlp.gate_proj.weight": matrix(inner, size),
+        f"{prefix}mlp.up_proj.weight": matrix(inner, size),
+        f"{prefix}mlp.down_proj.weight": matrix(size, inner),
+        f"{prefix}input_layernorm.weight": norm(size),
+        f"{prefix}hidden_norm.weight": norm(size),
+        f"{prefix}post_attention_layernorm.weight": norm(size),
+    }
 
 
 class Plain:

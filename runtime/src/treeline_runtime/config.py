@@ -249,12 +249,17 @@ class EngineConfig:
         help="host memory of each rank for adapters, e.g. 4GiB; beyond it the least recently used ones are read again "
         "when they are needed (default: a tenth of what is free)",
     )
+    speculative_algorithm: Literal["off", "NGRAM", "EAGLE3", "STANDALONE"] = setting(
+        "off",
+        group="scheduling",
+        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text, EAGLE3 = by a head of "
+        "that kind, STANDALONE = by a small model (default: %(default)s)",
+    )
     speculative_draft_model_path: str | None = setting(
         None,
-        group="engine",
-        rare=True,
+        group="scheduling",
         metavar="DIR",
-        help="folder of an EAGLE-3 head that was trained for the model, for --speculative-algorithm EAGLE3",
+        help="folder of the head or the small model of --speculative-algorithm",
     )
     enable_return_hidden_states: bool = setting(
         False,
@@ -427,12 +432,6 @@ class SchedulerConfig(EngineConfig):
         "`custom_params`; repeatable. NAME alone is a built-in one: disallowed_tokens, thinking_budget "
         "(default: none)",
     )
-    speculative_algorithm: Literal["off", "NGRAM", "EAGLE3"] = setting(
-        "off",
-        group="scheduling",
-        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text, EAGLE3 = by the head "
-        "in --speculative-draft-model-path (default: %(default)s)",
-    )
     speculative_num_draft_tokens: int = setting(
         7,
         group="scheduling",
@@ -479,13 +478,13 @@ class SchedulerConfig(EngineConfig):
         self._check_drafter()
 
     def _check_drafter(self) -> None:
-        has_path = self.speculative_draft_model_path is not None
-        if has_path != (self.speculative_algorithm == "EAGLE3"):
-            raise ConfigError("--speculative-algorithm EAGLE3 and --speculative-draft-model-path DIR need each other")
-        if has_path and (self.pp_size > 1 or self.ep_size > self.tp_size):
+        named = self.speculative_algorithm in ("EAGLE3", "STANDALONE")
+        if (self.speculative_draft_model_path is not None) != named:
+            raise ConfigError("--speculative-algorithm EAGLE3 or STANDALONE needs --speculative-draft-model-path")
+        if named and (self.pp_size > 1 or self.ep_size > self.tp_size):
             raise ConfigError(
-                "--speculative-algorithm EAGLE3 is not supported with stages (--pp-size), nor for engines that share "
-                "experts (--dp-size with --ep-size)"
+                f"--speculative-algorithm {self.speculative_algorithm} is not supported with stages (--pp-size), nor "
+                "for engines that share experts (--dp-size with --ep-size)"
             )
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
-from treeline_runtime.models.eagle_config import EagleConfig
 from treeline_runtime.models.model_config import ModelConfig
 
 GIB = 1 << 30
@@ -17,7 +16,7 @@ DEFAULT_FRACTION = 0.85
 OTHER_BYTES = 5 * GIB // 4
 """FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for Qwen3-0.6B and Llama-8B, of prompts 0.5 and 0.2)."""
 CHAIN_BYTES = 3 * GIB // 2
-"""What guesses of a head copy: see `scheduler.chains`."""
+"""What guesses on the device copy: see `scheduler.chains`."""
 LARGEST_GRAPH = 256
 """Sequences: beyond them a step is long enough to hide its launches."""
 _LEAST, _MOST = 256, 4096
@@ -45,9 +44,9 @@ def bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
 
 
-def draft_bytes_per_token(head: EagleConfig, element_bytes: int) -> int:
-    """Bytes per token of what a head keeps in the same pages: its keys and values, and the token's features."""
-    return bytes_per_token(head.layer, element_bytes) + head.layer.hidden_size * element_bytes
+def draft_bytes_per_token(layer: ModelConfig, element_bytes: int, *, joins: bool) -> int:
+    """Bytes per token of what a drafter keeps in the same pages: keys and values. joins: and the token's features."""
+    return bytes_per_token(layer, element_bytes) + joins * layer.hidden_size * element_bytes
 
 
 def step_limits(config: SchedulerConfig, model: ModelConfig, cuda_bytes: int | None) -> StepLimits:

@@ -153,5 +153,5 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any]) -> None:
 
 def test_a_model_without_a_head_watches_no_layers(target: Path) -> None:
     model = load_model(SchedulerConfig(model=str(target)))
-    assert (model.head, model.watched) == (None, ())
+    assert (model.drafter, model.watched) == (None, ())
     assert json.loads((target / "config.json").read_text())["num_hidden_layers"] == 6

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.eagle_heads import heard, write_head
 from support.runtime_constraints import Constrained, Toy, follows, only
-from support.runtime_engine import Harness, prompt
+from support.runtime_engine import VOCAB, Harness, prompt
 from support.runtime_grammars import MODEL, WithGrammars
 from support.runtime_graphs import ComputedGraphs
+from support.runtime_models import edit, reference, save
 from support.tiered_engine import PROMPTS, engine, round_of
 from tokenizers import Tokenizer
 from treeline_runtime.messages import Grammar, SleepReq, WakeReq
+from treeline_runtime.models import ModelError
 from treeline_runtime.scheduler import chains, drafting
 from treeline_runtime.scheduler.chains import Chains
 
 FEW = (2, 3, 5)
 """All that the head can guess. Where no other tokens are allowed, many of its guesses are right."""
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 512}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     {"allowed_token_ids": FEW},
@@ -36,6 +41,20 @@ def head(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("heads") / "head", tiny, (0, 1, 1), vocab=FEW, own_embedding=True)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says one of `FEW` most of the time."""
+    model = reference("Llama", SMALL)
+    with torch.no_grad():
+        model.lm_head.weight[[i for i in range(VOCAB) if i not in FEW]] = 0
+    return save(model, tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(params=["EAGLE3", "STANDALONE"])
+def drafter(request: pytest.FixtureRequest, head: Path, small: Path) -> Path:
+    return head if request.param == "EAGLE3" else small
+
+
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every request that decodes have four guesses."""
@@ -44,7 +63,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_head(head: Path) -> dict[str, Any]:
-    return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
+    algorithm = "EAGLE3" if "Eagle" in (head / "config.json").read_text() else "STANDALONE"
+    return {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head)}
 
 
 def ask(made: Constrained, seed: int) -> dict[str, list[int]]:
@@ -69,6 +89,7 @@ def ask(made: Constrained, seed: int) -> dict[str, list[int]]:
 
 @settings(max_examples=8)
 @given(
+    uses_head=st.booleans(),
     depth=st.integers(0, 1),
     seed=st.integers(0, 1 << 16),
     page_size=st.sampled_from([1, 4, 16]),
@@ -77,14 +98,24 @@ def ask(made: Constrained, seed: int) -> dict[str, list[int]]:
     retracts=st.booleans(),
 )
 def test_answers_and_guesses_are_the_same_whatever_happens(
-    tiny: Path, head: Path, depth: int, seed: int, page_size: int, mixed: bool, graphs: bool, retracts: bool
+    tiny: Path,
+    head: Path,
+    small: Path,
+    uses_head: bool,
+    depth: int,
+    seed: int,
+    page_size: int,
+    mixed: bool,
+    graphs: bool,
+    retracts: bool,
 ) -> None:
+    drafter = with_head(head if uses_head else small)
     options: dict[str, Any] = {"page_size": page_size, "mixed_chunk": mixed, "chunked_prefill_size": 32}
     options |= {"max_total_tokens": 256, "enable_return_hidden_states": True}
     plain = Constrained(tiny, **options)
     prompts = ask(plain, seed)
     plain.run()
-    made = Constrained(tiny, overlap_depth=depth, **options, **with_head(head))
+    made = Constrained(tiny, overlap_depth=depth, **options, **drafter)
     if graphs:
         made.executor._graphs = ComputedGraphs(made.executor, 64)  # type: ignore[assignment]
     found, rng = heard(made), random.Random(seed)
@@ -98,7 +129,7 @@ def test_answers_and_guesses_are_the_same_whatever_happens(
         assert made.finish(rid) == plain.finish(rid)
         assert [token for _, token in made.logprobs(rid)] == [token for _, token in plain.logprobs(rid)]
     # the guesses are those of an engine that computes all tokens of a request in one step
-    alone = Harness(tiny, max_total_tokens=1024, prefix_cache="off", **with_head(head))
+    alone = Harness(tiny, max_total_tokens=1024, prefix_cache="off", **drafter)
     again = heard(alone)
     for i, tokens in enumerate(rng.sample(sorted(found), min(6, len(found)))):
         last = {"logit_bias": {tokens[-1]: 1e4}}
@@ -107,22 +138,22 @@ def test_answers_and_guesses_are_the_same_whatever_happens(
         assert found[tokens] == again[tokens][: len(found[tokens])]
 
 
-def test_right_guesses_save_steps(tiny: Path, head: Path) -> None:
-    made = Harness(tiny, **with_head(head))
+def test_right_guesses_save_steps(tiny: Path, drafter: Path) -> None:
+    made = Harness(tiny, **with_head(drafter))
     made.generate("a", prompt(1, 9), max_new_tokens=60, temperature=1.0, allowed_token_ids=FEW)
     speculated = made.last("a").speculated
     assert speculated is not None
-    assert speculated.right > 10
+    assert speculated.right > 4
     assert made.steps < 60
     assert made.stats.accepted_per_position[0] > made.stats.accepted_per_position[1] > 0
 
 
 @pytest.mark.parametrize("hit", [4, 8, 16, 20])
-def test_a_prefix_hit_gives_the_same_guesses_as_none(tiny: Path, head: Path, hit: int) -> None:
+def test_a_prefix_hit_gives_the_same_guesses_as_none(tiny: Path, drafter: Path, hit: int) -> None:
     """What a page has for its last token depends on no token after it."""
-    ids, made = prompt(1, 23), Harness(tiny, **with_head(head))
+    ids, made = prompt(1, 23), Harness(tiny, **with_head(drafter))
     made.generate("other", ids[:hit] + prompt(2, 9), max_new_tokens=3)
-    uncached = Harness(tiny, prefix_cache="off", **with_head(head))
+    uncached = Harness(tiny, prefix_cache="off", **with_head(drafter))
     found, expected = heard(made), heard(uncached)
     assert made.generate("a", ids, max_new_tokens=12) == uncached.generate("a", ids, max_new_tokens=12)
     assert made.last("a").cached_tokens == hit
@@ -130,11 +161,11 @@ def test_a_prefix_hit_gives_the_same_guesses_as_none(tiny: Path, head: Path, hit
     assert len(found) > 5
 
 
-def test_pages_of_the_host_bring_what_the_head_needs(tiny: Path, head: Path) -> None:
-    alone = Harness(tiny, **with_head(head))
+def test_pages_of_the_host_bring_what_the_drafter_needs(tiny: Path, drafter: Path) -> None:
+    alone = Harness(tiny, **with_head(drafter))
     expected = heard(alone)
     answers = [alone.generate(str(i), ids) for i, ids in enumerate(PROMPTS)]
-    with engine(tiny, **with_head(head)) as made:
+    with engine(tiny, **with_head(drafter)) as made:
         for name in "ab":
             round_of(made, name, answers)
         found = heard(made)
@@ -143,8 +174,8 @@ def test_pages_of_the_host_bring_what_the_head_needs(tiny: Path, head: Path) -> 
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_head_sleeps_and_wakes_with_the_model(tiny: Path, head: Path, level: int) -> None:
-    made = Harness(tiny, **with_head(head))
+def test_the_drafter_sleeps_and_wakes_with_the_model(tiny: Path, drafter: Path, level: int) -> None:
+    made = Harness(tiny, **with_head(drafter))
     found, ids = heard(made), prompt(1, 23)
     answer = made.generate("a", ids)
     expected = dict(found)
@@ -184,9 +215,9 @@ def test_a_request_may_be_aborted_at_every_point(tiny: Path, head: Path, depth: 
         assert [made.tokens(rid) for rid in "02"] == [answers[rid] for rid in "02"]
 
 
-def test_launches_that_fail_are_repeated(tiny: Path, head: Path) -> None:
+def test_launches_that_fail_are_repeated(tiny: Path, drafter: Path) -> None:
     asked = {str(i): prompt(i, 9 + 4 * i) for i in range(3)}
-    plain, made = Harness(tiny), Harness(tiny, **with_head(head))
+    plain, made = Harness(tiny), Harness(tiny, **with_head(drafter))
     for each in (plain, made):
         for rid, ids in asked.items():
             each.submit(rid, ids, max_new_tokens=20, allowed_token_ids=FEW)
@@ -195,10 +226,10 @@ def test_launches_that_fail_are_repeated(tiny: Path, head: Path) -> None:
     assert {rid: made.tokens(rid) for rid in asked} == {rid: plain.tokens(rid) for rid in asked}
 
 
-def test_guesses_end_with_the_context(tiny: Path, head: Path) -> None:
+def test_guesses_end_with_the_context(tiny: Path, drafter: Path) -> None:
     ids, sizes = prompt(9, 41), {"context_length": 64, "max_total_tokens": 64}
     plain = Harness(tiny, **sizes).generate("a", ids, max_new_tokens=100, allowed_token_ids=FEW)
-    made = Harness(tiny, **sizes, **with_head(head))
+    made = Harness(tiny, **sizes, **with_head(drafter))
     assert made.generate("a", ids, max_new_tokens=100, allowed_token_ids=FEW) == plain
     assert made.finish("a").type == "length"
 
@@ -243,7 +274,7 @@ def test_the_trained_head_is_mostly_right(monkeypatch: pytest.MonkeyPatch, tempe
 def test_nothing_is_guessed_for_more_keys_than_may_be_copied(
     tiny: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chains, "MOST_BYTES", 10 * 4 * 2 * 2 * 16 * 4)  # of ten pages
+    monkeypatch.setattr(chains, "MOST_BYTES", 10 * 4 * 2 * 2 * 16 * 4)  # of ten pages of the head
     made = Harness(tiny, **with_head(head))
     found = heard(made)
     made.generate("a", prompt(1, 30), max_new_tokens=30)
@@ -259,3 +290,27 @@ def test_grammars_get_the_guesses_that_they_allow() -> None:
         plain, made = WithGrammars(), WithGrammars(**trained)
         assert made.generate("a", ids, **options) == plain.generate("a", ids, **options)
         assert made.stats.total_jumps == plain.stats.total_jumps
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 95}, "95 tokens, the model's 96"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}, "windows"),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_guess_are_refused(tiny: Path, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    model = reference("Llama", SMALL | {key: value for key, value in changes.items() if key == "vocab_size"})
+    path = edit(save(model, tmp_path / "model"), **changes)
+    with pytest.raises(ModelError, match=says):
+        Harness(tiny, **with_head(path))
+
+
+def test_a_draft_model_has_the_tokens_of_the_model(tmp_path: Path) -> None:
+    path = save(reference("Llama", SMALL | {"vocab_size": 4096}), tmp_path / "model")
+    content = json.loads((MODEL / "tokenizer.json").read_text())
+    content["added_tokens"][0]["content"] = "<|other|>"
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="other tokens"):
+        WithGrammars(**with_head(path))

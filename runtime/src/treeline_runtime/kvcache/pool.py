@@ -90,7 +90,7 @@ class KVPool:
         # one tensor, so that what concerns a token in all layers is one operation; few are there for e4m3, so its
         # bytes are moved
         shape = (num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim)
-        self._all = _zeros(shape, torch.uint8 if self.is_fp8 else dtype, device)
+        self._all = zeros(shape, torch.uint8 if self.is_fp8 else dtype, device)
         self._slots = self._all.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_dim)
         told = self._all.view(E4M3) if self.is_fp8 else self._all
         self.keys = [layer[0] for layer in told]
@@ -203,7 +203,8 @@ def _page_bytes(part: torch.Tensor) -> int:
     return len(part) * part.shape[-1] * part.element_size()
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU memory is used only once written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy asks the system for zeroed memory; torch.zeros would write, and so take, all of it now

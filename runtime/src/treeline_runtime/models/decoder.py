@@ -28,6 +28,7 @@ from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
 
 if TYPE_CHECKING:
+    from treeline_runtime.models.draft_model import DraftModel
     from treeline_runtime.models.eagle import EagleHead
 
 logger = logging.getLogger(__name__)
@@ -248,10 +249,10 @@ class Decoder:
     layer_type: type[Layer] = Layer
     pooler: Pooler | None = None
     """Makes vectors of hidden states, if the model is served for these."""
-    head: EagleHead | None = None
+    drafter: EagleHead | DraftModel | None = None
     """Guesses what it says next; on rank 0 alone."""
     watched: tuple[int, ...] = ()
-    """Layers whose input the head reads."""
+    """Layers whose input the drafter reads."""
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
         """ranks: the connection of `weights.rank` to the others; None: there are no others."""

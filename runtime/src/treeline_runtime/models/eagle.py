@@ -28,6 +28,8 @@ _OLD_NORMS = ("low", "mid", "high")
 class EagleHead:
     """Computes one layer, on rank 0. Results of `keep` and `guess` are in the pool of the context's attention."""
 
+    joins = True
+
     def __init__(
         self,
         config: EagleConfig,
@@ -39,7 +41,7 @@ class EagleHead:
         ModelError."""
         ops = self._ops = model.ops
         self.config = config
-        layer = config.layer
+        layer = self.layer = config.layer
         hidden, heads, kv_heads, dim = layer.hidden_size, layer.num_heads, layer.num_kv_heads, layer.head_dim
         if weights.has(_MASK):
             raise ModelError(f"it has a tensor {_MASK}: heads that guess in parallel are not supported")

@@ -12,6 +12,7 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.draft_model import DraftModel, check_draft_model
 from treeline_runtime.models.eagle import EagleHead
 from treeline_runtime.models.eagle_config import read_eagle
 from treeline_runtime.models.moe import Exchange, MoeDecoder
@@ -95,7 +96,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Excha
         )  # fmt: skip
     if config.load_format == "dummy":
         random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, rank, experts)
-        return _with_head(config, _build(model_config, random, context_length, pooling, ranks, exchange))
+        return _with_drafter(config, _build(model_config, random, context_length, pooling, ranks, exchange))
     with Checkpoint(config.model, dtype, device, scheme, rank, experts) as checkpoint:
         model = _build(model_config, checkpoint, context_length, pooling, ranks, exchange)
         checkpoint.check_all_taken()
@@ -106,21 +107,27 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Excha
             )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # so that the reported time of loading is right
-    model = _with_head(config, model)
+    model = _with_drafter(config, model)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # returns the memory that stacking weights has left reserved, for the KV pool
     return model
 
 
-def _with_head(config: EngineConfig, model: Decoder) -> Decoder:
-    """The model with the head that `config` names. Of several ranks only rank 0 has it: the others get its guesses with
-    the steps that verify them."""
+def _with_drafter(config: EngineConfig, model: Decoder) -> Decoder:
+    """The model with the drafter that `config` names. Of several ranks only rank 0 has it: the others get its guesses
+    with the steps that verify them."""
     path, ranks = config.speculative_draft_model_path, model.ranks
     if path is None or (ranks is not None and ranks.rank.number):
         return model
     if model.pooler is not None:
         raise ModelError("--speculative-draft-model-path: a model for vectors says nothing that could be guessed")
     dtype, device, target = model.rope[0].dtype, model.rope[0].device, model.config
+    if config.speculative_algorithm == "STANDALONE":
+        length = model.rope[0].shape[1]
+        draft = load_model(EngineConfig(model=path, device=str(device), dtype=config.dtype, context_length=length))
+        check_draft_model(path, config.model, draft, model)
+        model.drafter = DraftModel(draft)
+        return model
 
     def whole(name: str) -> torch.Tensor:
         """A matrix of which each rank's model has a part."""
@@ -133,7 +140,7 @@ def _with_head(config: EngineConfig, model: Decoder) -> Decoder:
     settings = read_eagle(path, target)
     try:
         with Checkpoint(path, dtype, device) as weights:
-            model.head = EagleHead(settings, weights, model, whole)
+            model.drafter = EagleHead(settings, weights, model, whole)
             weights.check_all_taken()
     except ModelError as error:
         raise ModelError(f"EAGLE-3 head {path}: {error}") from None

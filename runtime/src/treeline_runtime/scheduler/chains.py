@@ -12,21 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from treeline_runtime.attention import Layout
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
+from treeline_runtime.kvcache.pool import zeros
 from treeline_runtime.memory import CHAIN_BYTES
+from treeline_runtime.models.draft_model import DraftModel
 from treeline_runtime.models.eagle import EagleHead
 from treeline_runtime.ops import Found, Ops, Tables
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.transfer import Readback, upload
+
+if TYPE_CHECKING:
+    from treeline_runtime.scheduler.forward import DeviceTables
 
 MOST_BYTES = CHAIN_BYTES // 3
 """Keys and values that chains copy from pages at once, and each half again with the chain's own; where they would be
@@ -73,24 +79,22 @@ class Chains:
 
     def __init__(
         self,
-        head: EagleHead,
+        drafter: EagleHead | DraftModel,
         ops: Ops,
-        tokens: torch.Tensor,
-        pages: torch.Tensor,
+        table: DeviceTables,
         model: KVPool,
         limits: Resolved,
         most: int,
     ) -> None:
-        """tokens, pages: the tables of `DeviceTables`. model: the pool whose pages its own move with. most: guesses in
-        a chain."""
-        layer = head.config.layer
-        self._head, self._ops = head, ops
-        self._tables = Tables(tokens, pages, limits.page_size, *head.rope)
-        self._last = head.rope[0].shape[1] - 1
+        """model: the pool whose pages its own move with. most: guesses in a chain."""
+        layer = drafter.layer
+        self._drafter, self._ops, self._device = drafter, ops, limits.device
+        self._tables = Tables(table.token_pool, table.page_table, limits.page_size, *drafter.rope)
+        self._last = drafter.rope[0].shape[1] - 1
 
         def pool(count: int, size: int) -> KVPool:
             return KVPool(
-                num_layers=1,
+                num_layers=layer.num_layers,
                 num_pages=count,
                 page_size=size,
                 num_kv_heads=layer.num_kv_heads,
@@ -101,20 +105,33 @@ class Chains:
 
         self.pool, self._chain = pool(limits.num_pages, limits.page_size), pool(limits.max_running_requests, most)
         self._page_bytes = self.pool.keys[0][0].nbytes + self.pool.values[0][0].nbytes
-        numbers = limits.page_size * layer.hidden_size
-        features = torch.zeros(1, limits.num_pages + 1, numbers, dtype=limits.dtype, device=limits.device)
-        self._features = features.view(-1, layer.hidden_size)
-        self._stores = TorchSDPA(self.pool, layer.num_heads)  # nothing attends while tokens are kept
-        model.take_along(self.pool.draft_parts, features)
+        self._attention = TorchSDPA(self.pool, layer.num_heads)
+        model.take_along(self.pool.draft_parts)
+        if drafter.joins:
+            shape = 1, limits.num_pages + 1, limits.page_size * layer.hidden_size
+            features = zeros(shape, limits.dtype, limits.device)
+            self._features = features.view(-1, layer.hidden_size)
+            model.take_along(features)
 
     def extend(self, rows: torch.Tensor, positions: torch.Tensor, entering: Sequence[torch.Tensor]) -> None:
-        """Keeps tokens that the model has computed: their cells (tokens,), and what entered the watched layers. May be
-        captured."""
+        """Keeps tokens that the model has computed, for a head: their cells (tokens,), and what entered the watched
+        layers. May be captured."""
+        assert isinstance(self._drafter, EagleHead)
         found = self._look_up(rows, positions)
         before = self._look_up(rows, (positions - 1).clamp_(min=0)).slots
-        self._features.index_copy_(0, found.slots, self._head.join(entering))
-        context = Context(self._stores, None, found.slots, found.cos, found.sin, found.unfinite)
-        self._head.keep(found.ids, self._features[before], context)
+        self._features.index_copy_(0, found.slots, self._drafter.join(entering))
+        context = Context(self._attention, None, found.slots, found.cos, found.sin, found.unfinite)
+        self._drafter.keep(found.ids, self._features[before], context)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Keeps the tokens of a step, with a draft model."""
+        if not isinstance(self._drafter, DraftModel):
+            return
+        cells, rows = upload(plan.cells(), self._device), upload(np.array(plan.rows), self._device)
+        found = self._look_up(cells[0], cells[1])
+        attended = self._attention.plan(Layout(plan.q_lens, plan.ends, self._tables.pages, rows))
+        context = Context(self._attention, attended, found.slots, found.cos, found.sin, found.unfinite)
+        self._drafter.keep(found.ids, context)
 
     def guess(self, plan: StepPlan, ids: torch.Tensor) -> tuple[list[int], Readback] | None:
         """ids (sampled,): the tokens of a step → the sequences that sample, and guesses (sequences, plan.chain) for
@@ -135,7 +152,7 @@ class Chains:
         right = (sampled[:, :width] == there[:, 3:]).cumprod(1).sum(1)
         token = sampled.gather(1, right[:, None])[:, 0]
         positions, rows = (there[:, 1] + right).int(), there[:, 0].int()
-        hidden = self._features[self._look_up(rows, positions - 1).slots]
+        hidden = self._features[self._look_up(rows, positions - 1).slots] if self._drafter.joins else token
         before = torch.arange(pages * self._tables.page_size, device=ids.device)
         seen = (before >= 1) & (before < positions[:, None])
         of_rows = self._tables.pages[:, :pages].index_select(0, rows).flatten()
@@ -145,7 +162,7 @@ class Chains:
         for place in range(plan.chain):
             found = self._look_up(rows, (positions + place).clamp_(max=self._last))
             context = Context(chain, place, slots + place, found.cos, found.sin, found.unfinite)
-            token, hidden = self._head.guess(token, hidden, context)
+            token, hidden = self._drafter.guess(token, hidden, context)
             guesses.append(token)
         return sequences, Readback(torch.stack(guesses, 1))
 

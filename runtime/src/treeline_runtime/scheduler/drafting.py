@@ -264,6 +264,6 @@ def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps, *,
     most = config.most_guesses
     if config.speculative_simulate_acceptance is not None:
         return Simulated(config.speculative_simulate_acceptance, most, stats, jumps, overlaps=overlaps)
-    if config.speculative_algorithm == "EAGLE3":
+    if config.speculative_draft_model_path is not None:
         return Chained(most, stats, jumps, overlaps=overlaps)
     return Speculation(Ngrams, most, stats, jumps, overlaps=overlaps) if most else None

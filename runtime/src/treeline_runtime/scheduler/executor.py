@@ -93,9 +93,8 @@ class Executor:
             scoring = shape.scoring.within(table.page_table.shape[1] * limits.page_size)
             self._attention = new_attention(config.attention_backend, self.pool, shape.num_heads, scoring)
             self._chains: Chains | None = None
-            if model.head is not None:
-                tables = table.token_pool, table.page_table
-                self._chains = Chains(model.head, model.ops, *tables, self.pool, limits, config.most_guesses)
+            if model.drafter is not None:
+                self._chains = Chains(model.drafter, model.ops, table, self.pool, limits, config.most_guesses)
             self._forward = Forward(model, self._attention, table, self._chains)
             self._graphs = DecodeGraphs(self._forward, self._attention, table, limits.max_graph_batch, device)
             self._prompts = PromptGraphs(self._forward, self._attention, table, limits.max_graph_tokens, device)
@@ -134,6 +133,8 @@ class Executor:
             for slot, digest in plan.slots.items():
                 assert self._slots is not None
                 self._slots.write(slot, self._adapters[digest])
+            if self._chains is not None:
+                self._chains.follow(plan)
             return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:

@@ -176,7 +176,7 @@ class Forward:
         x = self._model.embed(found.ids)
         ranks = self._model.ranks
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
-        if self._chains is not None:
+        if self._chains is not None and self._model.watched:
             self._chains.extend(rows, positions, context.entering)
         if ranks is not None:  # each of a stage has other heads
             finite = ranks.sum(finite.float()) == ranks.rank.count

@@ -240,11 +240,11 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize, ranks)
     if config.serves_adapters and not on_cpu:
         reserved += pool_bytes(model.sites, config.max_loras, config.max_lora_rank, dtype.itemsize)
-    if model.head is not None and not on_cpu:
+    if model.drafter is not None and not on_cpu:
         reserved += CHAIN_BYTES
     token_bytes = bytes_per_token(model.own, kv_dtype.itemsize)
-    if model.head is not None:
-        token_bytes += draft_bytes_per_token(model.head.config, dtype.itemsize)
+    if (drafter := model.drafter) is not None:
+        token_bytes += draft_bytes_per_token(drafter.layer, dtype.itemsize, joins=drafter.joins)
     pages = num_pages(config, token_bytes, device, reserved)
     taken = pages * token_bytes * config.page_size * config.ranks_here if on_cpu else 0
     return Resolved(
