@@ -183,7 +183,7 @@ def heard(engine: Harness) -> dict[tuple[int, ...], list[int]]:
 
     def noting(req: Any, result: Sampled) -> None:
         learn(req, result)
-        if result.guesses:
+        if result.guesses and req.tokens[-len(result.tokens) :] == result.tokens:  # else it ends before them
             found[tuple(req.tokens)] = result.guesses
 
     speculation.learn = noting  # type: ignore[method-assign]

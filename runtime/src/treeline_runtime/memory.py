@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
+from treeline_runtime.models.config import read_config
+from treeline_runtime.models.eagle_config import read_eagle
 from treeline_runtime.models.model_config import ModelConfig
 
 GIB = 1 << 30
@@ -44,9 +46,16 @@ def bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
 
 
-def draft_bytes_per_token(layer: ModelConfig, element_bytes: int, *, joins: bool) -> int:
-    """Bytes per token of what a drafter keeps in the same pages: keys and values. joins: and the token's features."""
-    return bytes_per_token(layer, element_bytes) + joins * layer.hidden_size * element_bytes
+def draft_bytes_per_token(config: EngineConfig, model: ModelConfig, element_bytes: int) -> int:
+    """Bytes per token of what a drafter keeps in the same pages: keys and values, and of a head the token's features.
+    Raises ModelError."""
+    path = config.speculative_draft_model_path
+    if path is None:
+        return 0
+    if config.speculative_algorithm == "STANDALONE":
+        return bytes_per_token(read_config(path), element_bytes)
+    layer = read_eagle(path, model).layer
+    return bytes_per_token(layer, element_bytes) + layer.hidden_size * element_bytes
 
 
 def step_limits(config: SchedulerConfig, model: ModelConfig, cuda_bytes: int | None) -> StepLimits:

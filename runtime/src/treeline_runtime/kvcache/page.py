@@ -1,10 +1,10 @@
 """A page outside the device: one object with an identity, all of its components, and one checksum.
 
 A page is named by its digest, the hash chain of its tokens and all before them from its namespace on. What made its
-numbers is named by a fingerprint of model and format. A page is its bytes, [layers, 2, page_size, kv_heads, head_dim]
-with keys before values, and what a drafter keeps for the same tokens: no part of it can be moved, lost or replaced
-alone. The checksum covers fingerprint, digest and bytes, so a page under another name, of another model, or with a
-wrong byte anywhere does not pass.
+numbers is named by a fingerprint of model and format. A page is its bytes, what a drafter keeps for its tokens and then
+[layers, 2, page_size, kv_heads, head_dim] with keys before values: no part of it can be moved, lost or replaced alone.
+The checksum covers fingerprint, digest and bytes, so a page under another name, of another model, or with a wrong byte
+anywhere does not pass.
 """
 
 from __future__ import annotations

@@ -95,19 +95,21 @@ class KVPool:
         told = self._all.view(E4M3) if self.is_fp8 else self._all
         self.keys = [layer[0] for layer in told]
         self.values = [layer[1] for layer in told]
-        self._parts = [_words(self._all.view(2 * num_layers, num_pages + 1, -1))]
+        self.numbers = self._all.view(2 * num_layers, num_pages + 1, -1)
+        """For `take_along` of another pool."""
+        self._parts = [_words(self.numbers)]
         """Of each page, what is moved: each (parts, pages, words)."""
         self._paged = [(layer[0], layer[1]) for layer in self._all]
         self._flat = [(layer[0], layer[1]) for layer in self._slots]
 
     def take_along(self, *others: torch.Tensor) -> None:
         """Lets others (parts, pages, numbers) with the same pages move with them: a page is whole or not there."""
-        self._parts += map(_words, others)
+        self._parts = [*map(_words, others), *self._parts]
 
     @property
-    def draft_parts(self) -> torch.Tensor:
-        """(parts, pages, numbers): of a drafter's pool, for `take_along`."""
-        return self._all.view(2 * len(self.keys), self.num_pages + 1, -1)
+    def page_bytes(self) -> int:
+        """Of a page, with what is taken along."""
+        return sum(map(_page_bytes, self._parts))
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores new tokens. slots (tokens,), k and v (tokens, kv_heads, head_dim)."""
@@ -146,8 +148,8 @@ class KVPool:
         return total.isfinite()
 
     def copy_out(self, pages: Sequence[int], to: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Copies pages of all layers to host memory, in parts (pages, bytes of a page), each page laid out [layers, 2,
-        page_size, kv_heads, head_dim], then what is taken along. On CUDA the copies are in stream order."""
+        """Copies pages of all layers to host memory, in parts (pages, bytes of a page), each page with what is
+        taken along, then [layers, 2, page_size, kv_heads, head_dim]. On CUDA the copies are in stream order."""
         if not self._all.is_cuda:  # numpy's copies start no threads of their own beside those that compute
             for page, there in zip(pages, chain.from_iterable(to), strict=True):
                 for part, place in zip(self._parts, self._places(there), strict=True):

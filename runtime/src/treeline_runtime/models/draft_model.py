@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from treeline_runtime.context import Context
+from treeline_runtime.models.config import read_config
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.model_config import PLAIN
+from treeline_runtime.models.model_config import PLAIN, ModelConfig
 from treeline_runtime.models.settings import ModelError, read_object
 
 
@@ -33,16 +34,21 @@ class DraftModel:
         return self._model.logits(self.keep(ids, context)).argmax(-1), hidden
 
 
-def check_draft_model(path: str, of: str, draft: Decoder, model: Decoder) -> None:
+def check_draft_model(path: str, of: str, model: ModelConfig, context_length: int) -> None:
     """Raises ModelError unless the draft model in folder `path` can guess for the one in folder `of`."""
-    theirs, ours = draft.config.vocab_size, model.config.vocab_size
-    if theirs != ours:
-        raise ModelError(f"draft model {path}: its vocabulary has {theirs} tokens, the model's {ours}")
+    draft = read_config(path)
     files = [Path(folder) / "tokenizer.json" for folder in (path, of)]
-    if all(file.exists() for file in files) and _tokens(files[0]) != _tokens(files[1]):
-        raise ModelError(f"draft model {path}: its tokenizer has other tokens than the model's")
-    if draft.pooler is not None or draft.config.scoring != PLAIN:
-        raise ModelError(f"draft model {path}: models for vectors, windows, sinks and capped scores are not supported")
+    problem: str | None = None
+    if draft.vocab_size != model.vocab_size:
+        problem = f"its vocabulary has {draft.vocab_size} tokens, the model's {model.vocab_size}"
+    elif all(file.exists() for file in files) and _tokens(files[0]) != _tokens(files[1]):
+        problem = "its tokenizer has other tokens than the model's"
+    elif draft.longest_context < context_length:
+        problem = f"it has {draft.longest_context} positions: set --context-length to these, not {context_length}"
+    elif draft.scoring != PLAIN:
+        problem = "windows, sinks and scores of another scale are not supported"
+    if problem is not None:
+        raise ModelError(f"draft model {path}: {problem}")
 
 
 def _tokens(file: Path) -> tuple[Any, Sequence[Any]]:

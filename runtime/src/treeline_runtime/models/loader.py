@@ -124,9 +124,9 @@ def _with_drafter(config: EngineConfig, model: Decoder) -> Decoder:
     dtype, device, target = model.rope[0].dtype, model.rope[0].device, model.config
     if config.speculative_algorithm == "STANDALONE":
         length = model.rope[0].shape[1]
-        draft = load_model(EngineConfig(model=path, device=str(device), dtype=config.dtype, context_length=length))
-        check_draft_model(path, config.model, draft, model)
-        model.drafter = DraftModel(draft)
+        check_draft_model(path, config.model, target, length)
+        draft = EngineConfig(model=path, device=str(device), dtype=config.dtype, context_length=length)
+        model.drafter = DraftModel(load_model(draft))
         return model
 
     def whole(name: str) -> torch.Tensor:

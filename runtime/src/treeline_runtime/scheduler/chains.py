@@ -49,7 +49,7 @@ class _Chain:
     pages: torch.Tensor
     """(rows x pages,): of `before`."""
     seen: torch.Tensor
-    """(rows, tokens in these pages) bool: from position 1 up to the chain."""
+    """(rows, tokens in these pages) bool: those before the chain; a head has nothing at position 0."""
 
     def forward(
         self,
@@ -106,12 +106,12 @@ class Chains:
         self.pool, self._chain = pool(limits.num_pages, limits.page_size), pool(limits.max_running_requests, most)
         self._page_bytes = self.pool.keys[0][0].nbytes + self.pool.values[0][0].nbytes
         self._attention = TorchSDPA(self.pool, layer.num_heads)
-        model.take_along(self.pool.draft_parts)
+        along = [self.pool.numbers]
         if drafter.joins:
             shape = 1, limits.num_pages + 1, limits.page_size * layer.hidden_size
-            features = zeros(shape, limits.dtype, limits.device)
-            self._features = features.view(-1, layer.hidden_size)
-            model.take_along(features)
+            along.append(zeros(shape, limits.dtype, limits.device))
+            self._features = along[1].view(-1, layer.hidden_size)
+        model.take_along(*along)
 
     def extend(self, rows: torch.Tensor, positions: torch.Tensor, entering: Sequence[torch.Tensor]) -> None:
         """Keeps tokens that the model has computed, for a head: their cells (tokens,), and what entered the watched
@@ -134,8 +134,8 @@ class Chains:
         self._drafter.keep(found.ids, context)
 
     def guess(self, plan: StepPlan, ids: torch.Tensor) -> tuple[list[int], Readback] | None:
-        """ids (sampled,): the tokens of a step → the sequences that sample, and guesses (sequences, plan.chain) for
-        the tokens that follow in each. None: their keys and values are too many."""
+        """ids (sampled,): the tokens of a step → the sequences that sample; for each, (sequences, 1 + plan.chain), how
+        many of its guesses were right, and guesses for what follows. None: their keys and values are too many."""
         sequences = list(dict.fromkeys(plan.sampling))
         pages = -(-max(plan.ends[i] for i in sequences) // self._tables.page_size)
         if len(sequences) * pages * self._page_bytes > MOST_BYTES:
@@ -154,11 +154,11 @@ class Chains:
         positions, rows = (there[:, 1] + right).int(), there[:, 0].int()
         hidden = self._features[self._look_up(rows, positions - 1).slots] if self._drafter.joins else token
         before = torch.arange(pages * self._tables.page_size, device=ids.device)
-        seen = (before >= 1) & (before < positions[:, None])
+        seen = (before >= self._drafter.joins) & (before < positions[:, None])
         of_rows = self._tables.pages[:, :pages].index_select(0, rows).flatten()
         chain = _Chain(self._chain, self.pool, of_rows, seen)
         slots = torch.arange(len(sequences), device=ids.device) * self._chain.page_size
-        guesses = []
+        guesses = [right]
         for place in range(plan.chain):
             found = self._look_up(rows, (positions + place).clamp_(max=self._last))
             context = Context(chain, place, slots + place, found.cos, found.sin, found.unfinite)

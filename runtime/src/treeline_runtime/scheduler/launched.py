@@ -120,7 +120,7 @@ class Launched:
         self.logprobs: Logprobs | None = None
         """Log probabilities of the sampled tokens, for the rows in `StepPlan.logprobs`."""
         self.guesses: tuple[list[int], Readback] | None = None
-        """Sequences, and guesses of the drafter for each."""
+        """Sequences; for each the number of right guesses in the step, and guesses for the next one."""
         self.pooled: Pooled | None = None
         self.hidden_states: list[tuple[int, Readback]] = []
         """Sequence → hidden states of its tokens."""
@@ -151,8 +151,9 @@ class Launched:
         self._take_logprobs(results)
         if self.guesses is not None:
             sequences, copies = self.guesses
-            for i, guesses in zip(sequences, copies.get()[0].tolist(), strict=True):
-                results[i].guesses = guesses
+            for i, (right, *guesses) in zip(sequences, copies.get()[0].tolist(), strict=True):
+                if len(results[i].tokens) == 1 + right:  # else a right guess does not count, as the next one failed
+                    results[i].guesses = guesses
         for i, vector, is_finite in self.pooled.get() if self.pooled is not None else ():
             results[i].pooled = vector
             if not is_finite:
