@@ -93,13 +93,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (OLD, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
     (OLD, {"eagle_config": {"mask_token_id": 3}}, "mask_token_id"),
     (OLD, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, "2, 3, 6 of 6"),
-    (OLD, {"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
     (OLD, {"attention_kind": "mla"}, "attention_kind"),
     (OLD, {"draft_vocab_size": 32}, "d2t"),
     (NEW, {"speculators_model_type": "dflash"}, "'dflash'; only eagle3"),
     (NEW, {"block_size": 8}, "block_size"),
     (NEW, {"transformer_layer_config": {"model_type": "qwen3"}}, "model_type 'qwen3'"),
     (NEW, {"transformer_layer_config": {}}, "lacks"),
+    (NEW, {"transformer_layer_config": ...}, "transformer_layer_config"),
 ]
 
 

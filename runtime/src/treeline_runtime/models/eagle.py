@@ -31,11 +31,7 @@ class EagleHead:
     joins = True
 
     def __init__(
-        self,
-        config: EagleConfig,
-        weights: Weights,
-        model: Decoder,
-        whole: Callable[[str], torch.Tensor],
+        self, config: EagleConfig, weights: Weights, model: Decoder, whole: Callable[[str], torch.Tensor]
     ) -> None:
         """model, whole: have the embedding and the language-model head for one that has none of its own. Raises
         ModelError."""

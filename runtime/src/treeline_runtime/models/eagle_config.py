@@ -20,13 +20,11 @@ _OWN = words(
     "aux_norm draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config fc_norm norm_before_fc "
     "norm_before_residual norm_output num_aux_hidden_states target_hidden_size use_aux_norm"
 )
-_NO_EFFECT = words(
-    # names, versions and training
-    "algorithm architectures auto_map dtype embed_requires_grad model_type speculators_config speculators_model_type "
-    "speculators_version target_model_type target_vocab_size tie_word_embeddings torch_dtype transformer_layer_config "
-    "transformers_version ttt_length ttt_steps"
+_SPECULATORS = words(
+    "algorithm architectures embed_requires_grad model_type speculators_config speculators_model_type "
+    "speculators_version target_model_type transformer_layer_config transformers_version"
 )
-"""Of speculators' form, where nothing else may be beside `_OWN`."""
+"""What the form of `speculators` has besides: names, versions and training."""
 _EAGLE_CONFIG = words("eagle_aux_hidden_state_layer_ids norm_before_fc use_aux_hidden_state")
 
 
@@ -57,10 +55,8 @@ def read_eagle(path: str | Path, target: ModelConfig) -> EagleConfig:
     where = Path(path) / "config.json"
     try:
         return _parse(read_object(where), target)
-    except ModelError as error:
+    except (ModelError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"EAGLE-3 head {path}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"EAGLE-3 head {path}: config.json: {error!r}") from None
 
 
 def _parse(config: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
@@ -68,9 +64,8 @@ def _parse(config: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
     if is_new:
         if (kind := config["speculators_model_type"]) != "eagle3":
             raise ModelError(f"speculators_model_type is {kind!r}; only eagle3 is supported")
-        if unknown := {key for key, value in config.items() if value is not None} - _OWN - _NO_EFFECT:
-            raise ModelError(f"settings that are not known here: {', '.join(sorted(unknown))}")
-        inner = dict(config["transformer_layer_config"])
+        inner = {key: value for key, value in config.items() if key not in _OWN | _SPECULATORS}
+        inner |= config["transformer_layer_config"]
     else:
         kinds = [str(kind) for kind in config.get("architectures") or []]
         if not any("Eagle" in kind and kind.startswith("Llama") for kind in kinds):
@@ -120,6 +115,4 @@ def _features(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int,
     found = (2, layers // 2, layers - 3) if given is None else tuple(int(i) + (not is_new) for i in given)
     if not all(0 <= i < layers for i in found):
         raise ModelError(f"it reads what enters the layers {', '.join(map(str, found))} of {layers}")
-    if (count := config.get("num_aux_hidden_states", len(found))) != len(found):
-        raise ModelError(f"num_aux_hidden_states is {count}, but it reads {len(found)} layers")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 
 import torch
 
@@ -131,11 +132,11 @@ def _with_drafter(config: EngineConfig, model: Decoder) -> Decoder:
 
     def whole(name: str) -> torch.Tensor:
         """A matrix of which each rank's model has a part."""
-        if config.load_format == "dummy":
-            random = RandomWeights(config.seed, dtype, device)
-            return random.take(_saved(name, random, target), target.vocab_size, target.hidden_size)
-        with Checkpoint(config.model, dtype, device) as checkpoint:
-            return checkpoint.take(_saved(name, checkpoint, target), target.vocab_size, target.hidden_size)
+        dummy = config.load_format == "dummy"
+        random = nullcontext(RandomWeights(config.seed, dtype, device))
+        with random if dummy else Checkpoint(config.model, dtype, device) as weights:
+            is_tied = target.tie_word_embeddings and not weights.has(name)
+            return weights.take(EMBEDDING if is_tied else name, target.vocab_size, target.hidden_size)
 
     settings = read_eagle(path, target)
     try:
@@ -146,11 +147,6 @@ def _with_drafter(config: EngineConfig, model: Decoder) -> Decoder:
         raise ModelError(f"EAGLE-3 head {path}: {error}") from None
     model.watched = settings.features
     return model
-
-
-def _saved(name: str, weights: Weights, config: ModelConfig) -> str:
-    """The embedding, where it is the head, too."""
-    return EMBEDDING if config.tie_word_embeddings and not weights.has(name) else name
 
 
 def _build(

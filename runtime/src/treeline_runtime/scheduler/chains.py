@@ -78,13 +78,7 @@ class Chains:
     """Owns the drafter's memory."""
 
     def __init__(
-        self,
-        drafter: EagleHead | DraftModel,
-        ops: Ops,
-        table: DeviceTables,
-        model: KVPool,
-        limits: Resolved,
-        most: int,
+        self, drafter: EagleHead | DraftModel, ops: Ops, table: DeviceTables, model: KVPool, limits: Resolved, most: int
     ) -> None:
         """model: the pool whose pages its own move with. most: guesses in a chain."""
         layer = drafter.layer
