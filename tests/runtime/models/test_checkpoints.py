@@ -94,10 +94,10 @@ def test_a_head_that_equals_the_embedding_is_the_embedding(
     assert_same(edit(llama, tie_word_embeddings=True))
     assert caplog.text == ""
     model = ours(llama)
-    assert torch.equal(model._head.weight.to_dense(), model._embedding)
+    assert torch.equal(model._head.weight.to_dense(), model.embedding)
     monkeypatch.setattr(product, "SECOND_COPY_BYTES", 0)
     model = ours(llama)
-    assert model._head.weight is model._embedding
+    assert model._head.weight is model.embedding
 
 
 def test_a_tied_checkpoint_may_have_the_head_alone(llama: Path) -> None:
