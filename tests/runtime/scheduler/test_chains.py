@@ -140,7 +140,9 @@ def test_answers_and_guesses_are_the_same_whatever_happens(
 
 def test_right_guesses_save_steps(tiny: Path, drafter: Path) -> None:
     made = Harness(tiny, **with_head(drafter))
+    found = heard(made)
     made.generate("a", prompt(1, 9), max_new_tokens=60, temperature=1.0, allowed_token_ids=FEW)
+    assert len(found) >= len(made.outs["a"]) - 1, "guesses come with each result, whatever was right before"
     speculated = made.last("a").speculated
     assert speculated is not None
     assert speculated.right > 4
