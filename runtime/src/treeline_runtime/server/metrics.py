@@ -86,6 +86,11 @@ _ACCEPTED = (
     "Guessed tokens that were right, by their place among the guesses, from 0.",
     "position",
 )
+_LORA = (
+    "vllm:lora_requests_info",
+    "Adapters with running and with waiting requests, as vLLM tells them: the value is the time.",
+    ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+)
 _GAUGES = (
     ("page_size", "Tokens in a page of the KV cache."),
     ("context_len", "Tokens that a prompt and its output may have together."),
@@ -162,12 +167,7 @@ class Metrics:
             "e2e_request_latency_seconds", "Seconds from the arrival of a request to its last token.", E2E_BUCKETS
         )
 
-        self._lora = Gauge(
-            "vllm:lora_requests_info",
-            "Adapters with running and with waiting requests, as vLLM tells them: the value is the time.",
-            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-            registry=self._registry,
-        )
+        self._lora = Gauge(*_LORA, registry=self._registry)
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text, _ in _LOADS}
         self._tiers = {member: self._new(*described) for member, described in _TIERS.items()}
