@@ -13,6 +13,7 @@ from treeline_runtime.published import CacheUpdate, LoadUpdate, ToPublisher
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.launched import Sampled
+from treeline_runtime.scheduler.step_times import StepTimes
 
 FORGET = 0.9
 """Weight of the past in a moving average."""
@@ -44,6 +45,7 @@ class SchedulerStats:
         self._squares = 0.0  # tokens × tokens,
         self._busy = 0.0  # tokens × seconds
         self.decode_step_ms = 0.0
+        self.step_times = StepTimes()
         self._prefilled = self._decoded = False
 
     def on_prefill(self, tokens: int, seconds: float) -> None:
@@ -74,10 +76,12 @@ class SchedulerStats:
         more = [0] * (right - len(self.accepted_per_position))
         self.accepted_per_position = [n + (i < right) for i, n in enumerate(self.accepted_per_position + more)]
 
-    def on_decode(self, seconds: float) -> None:
+    def on_decode(self, tokens: int, seconds: float) -> None:
+        """A step computed so many tokens, guesses among them."""
         if not self._decoded:
             self._decoded = True
             return
+        self.step_times.take(tokens, seconds)
         known = self.decode_step_ms
         self.decode_step_ms = FORGET * known + (1 - FORGET) * seconds * 1e3 if known else seconds * 1e3
 
