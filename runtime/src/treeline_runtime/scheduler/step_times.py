@@ -10,8 +10,8 @@ MOST_TIMES = 3.0
 """A step counts for at most so many times the average, or the average of as many tokens: a pause of the machine says
 nothing of tokens."""
 DOUBT = 0.05
-"""Steps whose tokens differ by this share of their number say as little as nothing. So where all have become equal, what
-was measured fades, guesses are free again, and are measured again."""
+"""Steps whose tokens differ by this share of their number say as little as nothing. So where all have become equal,
+what was measured fades, guesses are free again, and are measured again."""
 
 
 class StepTimes:
