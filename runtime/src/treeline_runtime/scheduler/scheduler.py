@@ -277,7 +277,7 @@ class Scheduler:
         if batch.phase is Phase.PREFILL:
             self.stats.on_prefill(batch.prompt_tokens, seconds)
         else:
-            self.stats.on_decode(batch.num_tokens, seconds)
+            self.stats.on_decode(batch.num_tokens, [len(result.tokens) for result in results], seconds)
         for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
             req.in_flight -= 1
             if req.deferred:
