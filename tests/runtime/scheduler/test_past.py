@@ -40,7 +40,14 @@ def occurs(part: list[int], text: list[int]) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"MOST": 300, "LEAST": 20, "AT_ONCE": 16, "MOST_COMING": 5, "SHORTEST": 2}.items():
+        for name, value in {
+            "MOST": 300,
+            "LEAST": 20,
+            "AT_ONCE": 16,
+            "MOST_COMING": 5,
+            "SHORTEST": 2,
+            "LONGEST": 45,
+        }.items():
             patch.setattr(past, name, value)
         yield
 
@@ -62,7 +69,7 @@ def test_guesses_were_said_in_the_same_namespace_and_memory_is_bounded(
         assert not guesses or occurs(req.tokens[-3:] + guesses, known._texts[owner].tokens), "dropped text is gone"
         known.end(req)
         if len(output) >= 2:
-            said[owner] += [*req.tokens[max(len(ids) - past.CONTEXT, 0) :], END]
+            said[owner] += [*req.tokens[max(len(ids) - past.CONTEXT, 0) :][-past.LONGEST :], END]
         for _ in range(steps):
             known.step()
         held = known._texts.values()

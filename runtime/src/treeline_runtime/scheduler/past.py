@@ -26,8 +26,9 @@ MOST_COMING = 64
 """Answers that wait to be indexed; of more, the oldest are dropped."""
 AT_ONCE = 128
 """Tokens that a step indexes: 0.2 ms, and as much to drop as many."""
-CONTEXT, SHORTEST = LENGTHS[0], 8
-"""Tokens of a prompt that are kept before its answer, and those of the shortest answer that is kept."""
+CONTEXT, SHORTEST, LONGEST = LENGTHS[0], 8, 8_192
+"""Tokens of a prompt that are kept before its answer, those of the shortest answer that is kept, and those that are
+kept of a long one's end."""
 END = -1
 """After each answer. No request has this token."""
 
@@ -110,7 +111,7 @@ class Past:
     def end(self, req: Req) -> None:
         """Takes the answer of a request, for the next steps."""
         if req.output_len >= SHORTEST:
-            tokens = req.tokens[max(req.prompt_len - CONTEXT, 0) :]
+            tokens = req.tokens[max(req.prompt_len - CONTEXT, len(req.tokens) - LONGEST, 0) :]
             self._coming.append(((req.client, req.namespace), chain(tokens, (END,))))
 
     def drafter(self, req: Req) -> Texted:
