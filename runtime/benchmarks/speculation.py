@@ -10,6 +10,8 @@ round.
 - `spec.ngram.speedup.bN`: seconds without guesses ÷ seconds with `--speculative-algorithm NGRAM`. The answers repeat
   themselves, as greedy answers of small models and random weights do; they must be the same with guesses and without.
 - `spec.ngram.accept_length.bN`: tokens that a step with guesses gave a request then.
+- `spec.past.speedup.bN`: the same for answers drawn at temperature 1, which do not repeat themselves, where the engine
+  with guesses has given the same ones before.
 - `spec.grammar.speedup.bN`: the same for JSON of which 30 % is forced (`structured.py`), without guesses and
   jump-forward ÷ with both. These answers differ: jumps split forced text as the tokenizer does.
 - `spec.simulated80.speedup.bN`: as the first with 3 guesses of which 80 % are taken for right, whatever they are
@@ -32,6 +34,7 @@ from treeline_runtime import Engine, SamplingParams
 BATCHES, GRAMMARS, SIMULATED = (1, 8), (1, 8, 32), (1, 16, 64)
 PROMPT, ANSWER = 64, 256
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=ANSWER, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=1, max_new_tokens=ANSWER, ignore_eos=True)
 JSON = SamplingParams(temperature=0.0, max_new_tokens=400, grammar=schema(30))
 
 
@@ -43,12 +46,22 @@ def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
 
 
 def measure(
-    name: str, on: Engine, off: Engine, batch: int, rounds: int, params: SamplingParams = GREEDY, *, same: bool = False
+    name: str,
+    on: Engine,
+    off: Engine,
+    batch: int,
+    rounds: int,
+    params: SamplingParams = GREEDY,
+    *,
+    same: bool = False,
+    before: bool = False,
 ) -> None:
-    """same: whether the answers must be."""
+    """same: whether the answers must be. before: whether the first engine has given them before."""
     rng, ratios = random.Random(batch), []
     for round_ in range(rounds + 1):
         prompts = [rng.choices(TOKENS, k=PROMPT) for _ in range(batch)]
+        if before:
+            answers(on, prompts, params)
         found = {engine: answers(engine, prompts, params) for engine in ((on, off) if round_ % 2 else (off, on))}
         if same and found[on][1] != found[off][1]:
             raise SystemExit(f"{name}: guesses changed an answer")
@@ -76,6 +89,7 @@ def main() -> int:
                     measure("ngram", on, off, batch, rounds, same=args.shape == "tiny")
                     length = (sum(stats.accepted_per_position) - right) / (stats.total_drafts - drafts)
                     report(f"spec.ngram.accept_length.b{batch}", 1 + length)
+                    measure("past", on, off, batch, rounds, DRAWN, same=args.shape == "tiny", before=True)
                 for batch in GRAMMARS[:1] if args.quick else GRAMMARS:
                     measure("grammar", on, off, batch, rounds, JSON)
             simulated = {"speculative_simulate_acceptance": 0.8, "speculative_num_draft_tokens": 3}

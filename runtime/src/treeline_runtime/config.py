@@ -423,8 +423,8 @@ class SchedulerConfig(EngineConfig):
     speculative_algorithm: Literal["off", "NGRAM"] = setting(
         "off",
         group="scheduling",
-        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text (default: "
-        "%(default)s)",
+        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text and past answers "
+        "(default: %(default)s)",
     )
     speculative_num_draft_tokens: int = setting(
         7,

@@ -21,7 +21,7 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import Speculated
 from treeline_runtime.scheduler.grammars import Jumps
-from treeline_runtime.scheduler.ngrams import AT_ONCE, Ngrams, Room
+from treeline_runtime.scheduler.past import Past
 from treeline_runtime.scheduler.reports import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -78,29 +78,44 @@ def depth_for(batch: int, share: float, before: int) -> int:
     return max(deepest, min(before, kept))
 
 
+def paying(depth: int, share: float, cost: float) -> int:
+    """The number of guesses, at most `depth`, with which tokens come fastest, where each is right with this share, and
+    one more for each request takes this part of a step more."""
+    given, right = 1.0, share
+    for place in range(depth):
+        if right * (1 + cost * place) <= cost * given:
+            return place
+        given += right
+        right *= share
+    return depth
+
+
 class Speculation:
     """Gives requests their drafts, and learns what became of them."""
 
     def __init__(
         self,
-        new_drafter: Callable[[Room], Drafter],
+        new_drafter: Callable[[Req], Drafter],
         most: int,
         stats: SchedulerStats,
         jumps: Jumps,
         *,
         overlaps: bool,
+        past: Past | None = None,
     ) -> None:
-        """most: guesses for a request in a step. overlaps: whether launches do, unless results are waited for."""
+        """most: guesses for a request in a step. overlaps: whether launches do, unless results are waited for. past:
+        what its drafters share."""
         self._new_drafter = new_drafter
         self._most = most
         self._stats = stats
         self._jumps = jumps
         self._overlaps = overlaps
-        self._room = Room()
+        self._past = past
 
     def waits(self, reqs: Sequence[Req]) -> bool:
         """Whether the next step of these requests is planned only when all results are known. Asked once a step."""
-        self._room.left = AT_ONCE
+        if self._past is not None:
+            self._past.step()
         flying = [req for req in reqs if req.in_flight]
         return any(req.draft for req in flying) or (bool(flying) and self.pays(reqs))
 
@@ -130,7 +145,7 @@ class Speculation:
             return  # it is called once per token, with state: nothing to guess
         state = req.drafting
         if state is None:
-            state = req.drafting = Drafting(self._new_drafter(self._room))
+            state = req.drafting = Drafting(self._new_drafter(req))
         elif req.draft:
             right, wrong = max(len(taken) - 1, 0), len(taken) <= len(req.draft)
             self._stats.on_draft(len(req.draft), right)
@@ -142,6 +157,11 @@ class Speculation:
             _count(state, self._is_right(state.expected, taken[0]))
         req.draft = []
         state.expected = next(iter(self._guess(req, state, 1)), None)
+
+    def end(self, req: Req) -> None:
+        """Its output is complete, or as much as there will be."""
+        if self._past is not None:
+            self._past.end(req)
 
     def _guess(self, req: Req, state: Drafting, most: int) -> list[int]:
         """The tokens of text that its grammar forces, if it does not jump there anyway; else what its drafter says."""
@@ -173,7 +193,7 @@ class Speculation:
         if state is None or state.expected is None or (constraint is not None and not constraint.allows_guesses):
             return 0
         state.depth = depth_for(batch, state.share, state.depth)
-        return min(state.depth, self._most)
+        return paying(min(state.depth, self._most), state.share, self._stats.step_times.cost(batch))
 
     def _is_right(self, guess: int, token: int) -> bool:
         return guess == token
@@ -218,4 +238,5 @@ def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps, *,
     most = config.most_guesses
     if config.speculative_simulate_acceptance is not None:
         return Simulated(config.speculative_simulate_acceptance, most, stats, jumps, overlaps=overlaps)
-    return Speculation(Ngrams, most, stats, jumps, overlaps=overlaps) if most else None
+    past = Past()
+    return Speculation(past.drafter, most, stats, jumps, overlaps=overlaps, past=past) if most else None

@@ -87,8 +87,7 @@ class Scheduler:
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth if config.jump_forward else None
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
-        overlaps = limits.overlap_depth > 0
-        self._speculation = speculation(config, self.stats, self._jumps, overlaps=overlaps)
+        self._speculation = speculation(config, self.stats, self._jumps, overlaps=limits.overlap_depth > 0)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size, self._speculation)
         self.residence = Residence(config, limits, model, group, peers)
         chunk, limit = limits.chunked_prefill_size, limit_for(config, model.config, limits)
@@ -172,8 +171,7 @@ class Scheduler:
         is_called = batch is None and self._peers is not None and self._peers.is_called
         if is_called:
             self.executor.idle()
-        worked = bool(messages or copied or loaded or ready or waited or self._pending or is_called)
-        worked = worked or self.reporter.has_tokens
+        worked = any((messages, copied, loaded, ready, waited, self._pending, is_called, self.reporter.has_tokens))
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
@@ -279,7 +277,7 @@ class Scheduler:
         if batch.phase is Phase.PREFILL:
             self.stats.on_prefill(batch.prompt_tokens, seconds)
         else:
-            self.stats.on_decode(seconds)
+            self.stats.on_decode(batch.num_tokens, [len(result.tokens) for result in results], seconds)
         for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
             req.in_flight -= 1
             if req.deferred:
@@ -385,6 +383,8 @@ class Scheduler:
         self._time_limits.end(req)
         self.cache.end_filling(req)
         self.reporter.tell(token_out(req, result))
+        if self._speculation is not None and trusted:
+            self._speculation.end(req)
         if req.row >= 0:
             self._leaving[req] = trusted
             self._release_if_idle(req)
