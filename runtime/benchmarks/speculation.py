@@ -10,6 +10,8 @@ round.
 - `spec.ngram.speedup.bN`: seconds without guesses ÷ seconds with `--speculative-algorithm NGRAM`. The answers repeat
   themselves, as greedy answers of small models and random weights do; they must be the same with guesses and without.
 - `spec.ngram.accept_length.bN`: tokens that a step with guesses gave a request then.
+- `spec.past.speedup.bN`: the same for answers drawn at temperature 1, which do not repeat themselves, where the engine
+  with guesses has given the same ones before.
 - `spec.eagle3.speedup.bN`, `spec.eagle3.accept_length.bN`: the same for the tiny model's EAGLE-3 head, and for answers
   that it was trained on: counting, from numbers drawn at random.
 - `spec.grammar.speedup.bN`: the first for JSON of which 30 % is forced (`structured.py`), without guesses and
@@ -37,6 +39,7 @@ from treeline_runtime import Engine, SamplingParams
 BATCHES, GRAMMARS, SIMULATED = (1, 8), (1, 8, 32), (1, 16, 64)
 PROMPT, ANSWER = 64, 256
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=ANSWER, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=1, max_new_tokens=ANSWER, ignore_eos=True)
 JSON = SamplingParams(temperature=0.0, max_new_tokens=400, grammar=schema(30))
 
 
@@ -71,11 +74,14 @@ def measure(
     *,
     prompt: Callable[[random.Random], Prompt] = drawn,
     same: bool = False,
+    before: bool = False,
 ) -> None:
-    """same: whether the answers must be."""
+    """same: whether the answers must be. before: whether the first engine has given them before."""
     rng, ratios = random.Random(batch), []
     for round_ in range(rounds + 1):
         prompts = [prompt(rng) for _ in range(batch)]
+        if before:
+            answers(on, prompts, params)
         found = {engine: answers(engine, prompts, params) for engine in ((on, off) if round_ % 2 else (off, on))}
         if same and found[on][1] != found[off][1]:
             raise SystemExit(f"{name}: guesses changed an answer")
@@ -110,6 +116,7 @@ def main() -> int:
                     same = args.shape == "tiny"
                     one = functools.partial(measure, "ngram", on, off, batch, rounds, same=same)
                     with_length("ngram", on, one, batch)
+                    measure("past", on, off, batch, rounds, DRAWN, same=same, before=True)
                 for batch in GRAMMARS[:1] if args.quick else GRAMMARS:
                     measure("grammar", on, off, batch, rounds, JSON)
             if args.shape == "tiny":

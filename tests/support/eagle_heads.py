@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from treeline_runtime.scheduler.drafting import Chained
-from treeline_runtime.scheduler.launched import Sampled
 
 from support.runtime_engine import Harness
 
@@ -181,10 +180,10 @@ def heard(engine: Harness) -> dict[tuple[int, ...], list[int]]:
     assert isinstance(speculation, Chained)
     learn = speculation.learn
 
-    def noting(req: Any, result: Sampled) -> None:
-        learn(req, result)
-        if result.guesses and req.tokens[-len(result.tokens) :] == result.tokens:  # else it ends before them
-            found[tuple(req.tokens)] = result.guesses
+    def noting(req: Any, taken: list[int], arrived: list[int]) -> None:
+        learn(req, taken, arrived)
+        if arrived and req.tokens[-len(taken) :] == taken:  # else it ends before them
+            found[tuple(req.tokens)] = arrived
 
     speculation.learn = noting  # type: ignore[method-assign]
     return found

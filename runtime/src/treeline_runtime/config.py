@@ -252,8 +252,8 @@ class EngineConfig:
     speculative_algorithm: Literal["off", "NGRAM", "EAGLE3", "STANDALONE"] = setting(
         "off",
         group="scheduling",
-        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text, EAGLE3 = by a head "
-        "of that kind, STANDALONE = by a small model (default: %(default)s)",
+        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text and past answers, "
+        "EAGLE3 = by a head of that kind, STANDALONE = by a small model (default: %(default)s)",
     )
     speculative_draft_model_path: str | None = setting(
         None,

@@ -143,6 +143,7 @@ class World:
             max_running=rng.choice((0, 4, 8)),
             waiting_uncached_tokens=rng.choice((0, 0, 0, 5, 700, 20_000)),
             decode_step_ms=rng.choice((0.0, 4.0, 9.0)),
+            decode_step_tokens=rng.choice((0.0, 1.0, 2.5)),
             prefill_tokens_per_s=rng.choice((0.0, 9_000.0, 10_000.0)),
             pages_total=rng.choice((0, 2, 100)),
             pages_used=rng.randrange(100),

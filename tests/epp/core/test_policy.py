@@ -120,6 +120,20 @@ def test_slow_decoding_costs_what_the_output_takes_longer() -> None:
         assert score(candidate(load=load), now=0.0).terms["decode_s"] == 0, "no batch makes its steps long"
 
 
+def test_an_endpoint_whose_steps_give_several_tokens_is_preferred_for_outputs() -> None:
+    plain, guessing = (reported(running=1, decode_step_ms=5.0) for _ in range(2))
+    full = {"running": 8, "max_running": 8, "waiting": 1}
+    plain.on_load(TreelineLoad(**full, decode_step_ms=9.0, decode_step_tokens=1.0), now=0.0)
+    guessing.on_load(TreelineLoad(**full, decode_step_ms=14.0, decode_step_tokens=2.0), now=0.0)
+    ours, theirs = (score(candidate(name, load=load), now=0.0) for name, load in (("a", guessing), ("b", plain)))
+    assert ours.terms["decode_s"] == pytest.approx(DECODE_WEIGHT * ASSUMED_OUTPUT_TOKENS * 0.002)
+    assert theirs.terms["decode_s"] == pytest.approx(DECODE_WEIGHT * ASSUMED_OUTPUT_TOKENS * 0.004)
+    assert ours.terms["slots_s"] == pytest.approx(2 * ASSUMED_OUTPUT_TOKENS * 0.007 / 8)
+    assert ranked(create_policy("predicted_ttft", random.Random(0)), [theirs, ours])[0] is ours
+    guessing.on_load(TreelineLoad(running=8, decode_step_ms=14.0, decode_step_tokens=1.0), now=0.0)
+    assert score(candidate(load=guessing), now=0.0).terms["decode_s"] > theirs.terms["decode_s"], "no guess was right"
+
+
 def test_eviction_costs_only_where_memory_is_short_and_hits_happen() -> None:
     roomy, full = reported(pages_total=1000, pages_used=100), reported(pages_total=1000, pages_used=950)
     for load in (roomy, full):

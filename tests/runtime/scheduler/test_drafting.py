@@ -15,6 +15,7 @@ from treeline_runtime.scheduler.drafting import DEPTHS, SLACK, Drafting, Simulat
 from treeline_runtime.scheduler.grammars import Jumps
 from treeline_runtime.scheduler.launched import Launched, Sampled
 from treeline_runtime.scheduler.ngrams import LENGTHS, Ngrams, Room
+from treeline_runtime.scheduler.past import Past
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.reports import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
@@ -238,7 +239,8 @@ def test_few_guesses_among_many_requests_are_not_waited_for() -> None:
 def test_prompts_that_come_together_are_indexed_over_many_steps() -> None:
     """So that no step of others takes long."""
     reqs = [begun() for _ in range(40)]
-    speculation = Speculation(Ngrams, 7, SchedulerStats(), no_jumps(SchedulerStats()), overlaps=True)
+    stats, past = SchedulerStats(), Past()
+    speculation = Speculation(past.drafter, 7, stats, no_jumps(stats), overlaps=True, past=past)
     for req in reqs:
         req.tokens[:0] = range(2000)
     indexed, steps = 0, 0
@@ -247,7 +249,7 @@ def test_prompts_that_come_together_are_indexed_over_many_steps() -> None:
         for req in reqs:
             req.tokens.append(7)
             speculation.learn(req, [7])
-        before, indexed = indexed, sum(req.drafting.drafter._indexed for req in reqs)  # type: ignore[union-attr]
+        before, indexed = indexed, sum(req.drafting.drafter._own._indexed for req in reqs)  # type: ignore[union-attr]
         assert 0 < indexed - before <= ngrams.AT_ONCE + 40 * ngrams.LEAST
         steps += 1
     assert steps < 200

@@ -62,11 +62,11 @@ def speculation_of(engine: Harness) -> Speculation:
     return engine._speculation
 
 
-def ask(engine: Constrained, seed: int) -> dict[str, list[int]]:
-    """Submit prompts with a common beginning and all kinds of parameters."""
+def ask(engine: Constrained, seed: int, again: str = "") -> dict[str, list[int]]:
+    """Submit prompts with a common beginning and all kinds of parameters. again: before their names."""
     rng, prompts = random.Random(seed), dict[str, list[int]]()
     for i in range(5):
-        rid = str(i)
+        rid = f"{again}{i}"
         prompts[rid] = prompt(1, rng.randint(1, 50)) + prompt(50 + i, rng.randint(2, 20))
         options = dict(rng.choice(SAMPLING)) | {
             "seed": rng.randint(0, 99),
@@ -87,12 +87,12 @@ def hidden(out: TokenOut) -> Any:
     return np.frombuffer(out.hidden_states.data, "<f4").reshape(-1, out.hidden_states.size)
 
 
-def assert_same(found: Harness, expected: Harness, rid: str) -> None:
-    assert found.tokens(rid) == expected.tokens(rid)
-    one, other = found.last(rid), expected.last(rid)
+def assert_same(found: Harness, expected: Harness, rid: str, again: str = "") -> None:
+    assert found.tokens(again + rid) == expected.tokens(rid)
+    one, other = found.last(again + rid), expected.last(rid)
     assert (one.finish, one.completion_tokens) == (other.finish, other.completion_tokens)
-    assert len(found.logprobs(rid)) == len(expected.logprobs(rid))
-    for (logprob, token), (same, also) in zip(found.logprobs(rid), expected.logprobs(rid), strict=True):
+    assert len(found.logprobs(again + rid)) == len(expected.logprobs(rid))
+    for (logprob, token), (same, also) in zip(found.logprobs(again + rid), expected.logprobs(rid), strict=True):
         assert token == also
         assert logprob == pytest.approx(same, abs=1e-4)
     if one.hidden_states is not None and other.hidden_states is not None:  # what was cached first may differ
@@ -146,8 +146,15 @@ def test_answers_are_the_same_whatever_is_guessed(
         for rid in prompts:
             assert_same(guessing, plain, rid)
         assert_only_real_tokens_are_cached(guessing, prompts)
+        # with past answers they are the same again
+        speculation = speculation_of(guessing)
+        assert speculation._past is not None
+        speculation._new_drafter = speculation._past.drafter
+        ask(guessing, seed, "again ")
+        guessing.run()
+        for rid in prompts:
+            assert_same(guessing, plain, rid, "again ")
         # with the cache and guesses, the next turn is what it is without either
-        speculation_of(guessing)._new_drafter = drafting.Ngrams
         for rid, ids in list(prompts.items())[:2]:
             turn = ids + plain.tokens(rid) + ids[:7]
             uncached = Harness(tiny, **options)

@@ -45,7 +45,8 @@ class TreelineLoad(Struct, frozen=True):
     evictable, `pages_cached` evictable; the rest of `pages_total` is free. `host_tokens_per_s`, `disk_tokens_per_s` and
     `peer_tokens_per_s`: the speed at which it loads cached tokens from host memory, from disk and from other runtimes,
     0 while unknown. `digests`: of the loaded adapters, by name; `adapters` are their names, `resident` the
-    digests of those that have a slot on the device.
+    digests of those that have a slot on the device. `decode_step_tokens`: given to a request by a decode step, several
+    with guesses; 0 while unknown.
     """
 
     epoch: Count = 0
@@ -68,6 +69,7 @@ class TreelineLoad(Struct, frozen=True):
     peer_tokens_per_s: Rate = 0.0
     digests: dict[str, str] = {}
     resident: list[str] = []
+    decode_step_tokens: Rate = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()

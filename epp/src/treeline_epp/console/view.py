@@ -132,11 +132,8 @@ def _endpoint(fleet: Fleet, described: dict[str, object], now: float) -> dict[st
         if reports := [load.report for load in loads if load.report is not None]:
             out["report_age_s"] = now - min(report.at for report in reports)
             out["running"] = sum(report.running for report in reports)
-            # Each running request gets a token in a step.
-            if steps := [
-                (one.running, one.decode_step_s) for one in reports if now <= one.fresh_until and one.decode_step_s
-            ]:
-                out["tokens_per_s"] = sum(running / step_s for running, step_s in steps)
+            if rates := [one.running / one.token_s for one in reports if now <= one.fresh_until and one.decode_step_s]:
+                out["tokens_per_s"] = sum(rates)
             total = sum(report.tokens_total for report in reports)
             out["memory_used"] = sum(report.tokens_held for report in reports) / total if total else None
     return out

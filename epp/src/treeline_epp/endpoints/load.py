@@ -72,8 +72,9 @@ OVERLOADED_FOR_S = 1.0
 class Report:
     """A load report in the picker's own terms. Zeros mean "unknown". `tokens_held` of `tokens_total` are in memory,
     running or cached (SGLang's report counts the running ones only). `in_flight` are all requests that the engine has.
-    `adapters` are those that our runtime has, by digest, and whether each has a slot on the device. An engine that is
-    scraped tells those with running requests, by name: `only_resident`.
+    A decode step gives each request `step_tokens`. `adapters` are those that our runtime has, by digest, and whether
+    each has a slot on the device. An engine that is scraped tells those with running requests, by name:
+    `only_resident`.
     """
 
     at: float
@@ -85,10 +86,16 @@ class Report:
     tokens_total: int = 0
     max_running: int = 0
     decode_step_s: float = 0.0
+    step_tokens: float = 1.0
     draining: bool = False
     adapters: Mapping[str, bool] = field(default_factory=dict)
     only_resident: bool = False
     lag_s: float = TRANSIT_S
+
+    @property
+    def token_s(self) -> float:
+        """The seconds from a token of a request to the next: of a step, or less where it guesses tokens ahead."""
+        return self.decode_step_s / self.step_tokens
 
     @property
     def knows_until(self) -> float:
@@ -124,6 +131,7 @@ def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
             tokens_total=load.pages_total * page,
             max_running=load.max_running,
             decode_step_s=load.decode_step_ms / 1000.0,
+            step_tokens=max(1.0, load.decode_step_tokens),
             draining=load.draining,
             adapters={digest: digest in load.resident for digest in load.digests.values()},
         )
@@ -271,10 +279,10 @@ class EndpointLoad:
         return max(self.report.in_flight + newer, len(self.reservations))
 
     def slower_s(self, report: Report) -> float:
-        """Return by how much a decode step is longer than that of a small batch. 0 where at most one request runs: the
-        length of its steps depends on the machine alone, and an idle engine reports an old step.
+        """Return by how much a token takes longer than a decode step of a small batch. 0 where at most one request
+        runs: the length of its steps depends on the machine alone, and an idle engine reports an old step.
         """
-        return max(0.0, report.decode_step_s - self.fastest_step_s) if report.running > 1 else 0.0
+        return max(0.0, report.token_s - self.fastest_step_s) if report.running > 1 else 0.0
 
     def _on_measured(self, now: float) -> None:
         old = _faded(self.rate_samples, self.measured_at, now)

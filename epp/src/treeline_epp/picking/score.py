@@ -59,7 +59,7 @@ from treeline_epp.picking.table import (
     MAX_RUNNING,
     QUEUED_TOKENS,
     SLOWER_S,
-    STEP_S,
+    TOKEN_S,
     Floats,
     Rows,
     Table,
@@ -198,11 +198,13 @@ def _load_s(loads: Floats, host_rate: Floats | float, disk_rate: Floats | float,
 
 
 def _slots_s(report: Report, queued_requests: int) -> float:
-    """Return the time until a running slot is free: if all are busy, one is freed each (output × step ÷ slots)."""
+    """Return the time until a running slot is free: if all are busy, one is freed each (output × a token's time ÷
+    slots).
+    """
     excess = report.running + queued_requests + 1 - report.max_running
     if excess <= 0 or not report.max_running:
         return 0.0
-    return excess * ASSUMED_OUTPUT_TOKENS * report.decode_step_s / report.max_running
+    return excess * ASSUMED_OUTPUT_TOKENS * report.token_s / report.max_running
 
 
 def _decode_s(candidate: Candidate, report: Report) -> float:
@@ -298,7 +300,7 @@ def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:
     if not len(at):
         return None
     waits_s: Floats = np.zeros(len(excess))
-    waits_s[at] = excess[at] * ASSUMED_OUTPUT_TOKENS * columns[STEP_S, at] / columns[MAX_RUNNING, at]
+    waits_s[at] = excess[at] * ASSUMED_OUTPUT_TOKENS * columns[TOKEN_S, at] / columns[MAX_RUNNING, at]
     return waits_s
 
 

@@ -30,7 +30,7 @@ Mask = npt.NDArray[np.bool_]
     IN_FLIGHT,
     EXCESS,
     MAX_RUNNING,
-    STEP_S,
+    TOKEN_S,
     SLOWER_S,
     FREE_TOKENS,
     HIT_SHARE,
@@ -49,7 +49,7 @@ Mask = npt.NDArray[np.bool_]
 ) = range(22)
 """The columns. They have a report's values while it is fresh, then the values without one. QUEUED_TOKENS: before a new
 request. REQUESTS: reported, running or not, or sent there since; IN_FLIGHT: those, and others that the endpoint has;
-UNANSWERED are ours alone. EXCESS: REQUESTS over MAX_RUNNING, -inf if unknown. SLOWER_S: STEP_S beyond a step of a
+UNANSWERED are ours alone. EXCESS: REQUESTS over MAX_RUNNING, -inf if unknown. SLOWER_S: TOKEN_S beyond a step of a
 small batch. FREE_TOKENS: free in its cache once waiting prompts are in it; inf if unknown. HOST_RATE and DISK_RATE: see
 `EndpointLoad`."""
 _COLUMNS = 22
@@ -323,7 +323,7 @@ def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
     in_flight, excess, most, step, slower, free = len(reserved), _NEVER, 0, 0.0, 0.0, _UNKNOWN
     if report is not None and load.fresh(now):
         tokens, waiting = report.queue(reserved)
-        requests, most, step = report.running + waiting, report.max_running, report.decode_step_s
+        requests, most, step = report.running + waiting, report.max_running, report.token_s
         in_flight = max(report.in_flight + waiting - report.waiting, in_flight)
         if most:
             excess = float(requests - most)

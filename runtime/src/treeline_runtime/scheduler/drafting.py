@@ -21,8 +21,7 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import Speculated
 from treeline_runtime.scheduler.grammars import Jumps
-from treeline_runtime.scheduler.launched import Sampled
-from treeline_runtime.scheduler.ngrams import AT_ONCE, Ngrams, Room
+from treeline_runtime.scheduler.past import Past
 from treeline_runtime.scheduler.reports import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -79,29 +78,44 @@ def depth_for(batch: int, share: float, before: int) -> int:
     return max(deepest, min(before, kept))
 
 
+def paying(depth: int, share: float, cost: float) -> int:
+    """The number of guesses, at most `depth`, with which tokens come fastest, where each is right with this share, and
+    one more for each request takes this part of a step more."""
+    given, right = 1.0, share
+    for place in range(depth):
+        if right * (1 + cost * place) <= cost * given:
+            return place
+        given += right
+        right *= share
+    return depth
+
+
 class Speculation:
     """Gives requests their drafts, and learns what became of them."""
 
     def __init__(
         self,
-        new_drafter: Callable[[Room], Drafter],
+        new_drafter: Callable[[Req], Drafter],
         most: int,
         stats: SchedulerStats,
         jumps: Jumps,
         *,
         overlaps: bool,
+        past: Past | None = None,
     ) -> None:
-        """most: guesses for a request in a step. overlaps: whether launches do, unless results are waited for."""
+        """most: guesses for a request in a step. overlaps: whether launches do, unless results are waited for. past:
+        what its drafters share."""
         self._new_drafter = new_drafter
         self._most = most
         self._stats = stats
         self._jumps = jumps
         self._overlaps = overlaps
-        self._room = Room()
+        self._past = past
 
     def waits(self, reqs: Sequence[Req]) -> bool:
         """Whether the next step of these requests is planned only when all results are known. Asked once a step."""
-        self._room.left = AT_ONCE
+        if self._past is not None:
+            self._past.step()
         flying = [req for req in reqs if req.in_flight]
         return any(req.draft for req in flying) or (bool(flying) and self.pays(reqs))
 
@@ -129,14 +143,13 @@ class Speculation:
         """Guesses that the device should make after a step of these requests."""
         return 0
 
-    def learn(self, req: Req, result: Sampled) -> None:
-        """result: of a step that gave it tokens."""
-        taken = result.tokens
+    def learn(self, req: Req, taken: Sequence[int], arrived: Sequence[int] = ()) -> None:
+        """taken: new tokens that a step gave it. arrived: guesses of the device for what follows."""
         if req.processor is not None:
             return  # it is called once per token, with state: nothing to guess
         state = req.drafting
         if state is None:
-            state = req.drafting = Drafting(self._new_drafter(self._room))
+            state = req.drafting = Drafting(self._new_drafter(req))
         elif req.draft:
             right, wrong = max(len(taken) - 1, 0), len(taken) <= len(req.draft)
             self._stats.on_draft(len(req.draft), right)
@@ -148,6 +161,11 @@ class Speculation:
             _count(state, self._is_right(state.expected, taken[0]))
         req.draft = []
         state.expected = next(iter(self._guess(req, state, 1)), None)
+
+    def end(self, req: Req) -> None:
+        """Its output is complete, or as much as there will be."""
+        if self._past is not None:
+            self._past.end(req)
 
     def _guess(self, req: Req, state: Drafting, most: int) -> list[int]:
         """The tokens of text that its grammar forces, if it does not jump there anyway; else what its drafter says."""
@@ -179,7 +197,7 @@ class Speculation:
         if state is None or state.expected is None or (constraint is not None and not constraint.allows_guesses):
             return 0
         state.depth = depth_for(batch, state.share, state.depth)
-        return min(state.depth, self._most)
+        return paying(min(state.depth, self._most), state.share, self._stats.step_times.cost(batch))
 
     def _is_right(self, guess: int, token: int) -> bool:
         return guess == token
@@ -200,17 +218,17 @@ class Chained(Speculation):
 
     def wanted(self, reqs: Sequence[Req]) -> int:
         known = ((FIRST_SHARE, 0) if req.drafting is None else (req.drafting.share, req.drafting.depth) for req in reqs)
-        deepest = max(depth_for(len(reqs), share, depth) for share, depth in known)
+        batch, cost = len(reqs), self._stats.step_times.cost(len(reqs))
+        most = max(paying(min(depth_for(batch, share, depth), self._most), share, cost) for share, depth in known)
         self._steps += 1
-        ever = depth_for(len(reqs), 1.0, 0) > 0
-        return min(deepest, self._most) if deepest else int(ever and self._steps % PROBE == 0)
+        return most or int(depth_for(batch, 1.0, 0) > 0 and self._steps % PROBE == 0)
 
-    def learn(self, req: Req, result: Sampled) -> None:
+    def learn(self, req: Req, taken: Sequence[int], arrived: Sequence[int] = ()) -> None:
         jumped = len(req.tokens) != req.kv_len + 1
-        self._arrived = _Arrived(len(req.tokens), [] if jumped else result.guesses)
+        self._arrived = _Arrived(len(req.tokens), [] if jumped else list(arrived))
         if req.drafting is not None:
             req.drafting.drafter = self._arrived
-        super().learn(req, result)
+        super().learn(req, taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,4 +284,5 @@ def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps, *,
         return Simulated(config.speculative_simulate_acceptance, most, stats, jumps, overlaps=overlaps)
     if config.speculative_draft_model_path is not None:
         return Chained(most, stats, jumps, overlaps=overlaps)
-    return Speculation(Ngrams, most, stats, jumps, overlaps=overlaps) if most else None
+    past = Past()
+    return Speculation(past.drafter, most, stats, jumps, overlaps=overlaps, past=past) if most else None

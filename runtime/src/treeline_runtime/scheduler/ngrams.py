@@ -32,14 +32,18 @@ class Ngrams:
         """For each length, the hash of tokens → the position after them where they were last, if a token is there."""
         self._indexed = -1
         """The positions before this one are indexed; -1: none yet."""
+        self.same = 0
+        """Tokens that were the same for the last guess; 0: there was none."""
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         self._index(tokens)
+        self.same = 0
         if self._indexed < len(tokens):
             return []
         for length, after in zip(LENGTHS, self._after, strict=True):
             at = after.get(hash(tuple(tokens[-length:])))
             if at is not None and at < len(tokens):
+                self.same = length
                 period = tokens[at : at + most]
                 return [period[i % len(period)] for i in range(most)]
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -13,6 +14,7 @@ from treeline_runtime.published import CacheUpdate, LoadUpdate, ToPublisher
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.launched import Sampled
+from treeline_runtime.scheduler.step_times import StepTimes
 
 FORGET = 0.9
 """Weight of the past in a moving average."""
@@ -43,7 +45,8 @@ class SchedulerStats:
         self._tokens = 0.0  # sums over steps: tokens,
         self._squares = 0.0  # tokens × tokens,
         self._busy = 0.0  # tokens × seconds
-        self.decode_step_ms = 0.0
+        self.decode_step_ms = self.decode_step_tokens = 0.0
+        self.step_times = StepTimes()
         self._prefilled = self._decoded = False
 
     def on_prefill(self, tokens: int, seconds: float) -> None:
@@ -74,12 +77,16 @@ class SchedulerStats:
         more = [0] * (right - len(self.accepted_per_position))
         self.accepted_per_position = [n + (i < right) for i, n in enumerate(self.accepted_per_position + more)]
 
-    def on_decode(self, seconds: float) -> None:
+    def on_decode(self, tokens: int, given: Sequence[int], seconds: float) -> None:
+        """A step computed so many tokens, guesses among them, and gave each request so many."""
         if not self._decoded:
             self._decoded = True
             return
+        self.step_times.take(tokens, seconds)
         known = self.decode_step_ms
         self.decode_step_ms = FORGET * known + (1 - FORGET) * seconds * 1e3 if known else seconds * 1e3
+        known, mean = self.decode_step_tokens, sum(given) / len(given)
+        self.decode_step_tokens = FORGET * known + (1 - FORGET) * mean if known else mean
 
     def load_fields(self) -> dict[str, Any]:
         """What LoadUpdate has of it."""
@@ -93,6 +100,7 @@ class SchedulerStats:
             "accepted_per_position": self.accepted_per_position,
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_step_ms": self.decode_step_ms,
+            "decode_step_tokens": self.decode_step_tokens,
         }
 
 

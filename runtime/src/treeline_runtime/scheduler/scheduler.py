@@ -104,8 +104,7 @@ class Scheduler:
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
         self._processed_at, self._prefills_in_a_row = 0.0, 0
-        self._transport = transport
-        self._group = group
+        self._transport, self._group = transport, group
         self._peers = peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
@@ -171,8 +170,7 @@ class Scheduler:
         is_called = batch is None and self._peers is not None and self._peers.is_called
         if is_called:
             self.executor.idle()
-        worked = bool(messages or copied or loaded or ready or waited or self._pending or is_called)
-        worked = worked or self.reporter.has_tokens
+        worked = any((messages, copied, loaded, ready, waited, self._pending, is_called, self.reporter.has_tokens))
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
@@ -279,7 +277,7 @@ class Scheduler:
         if batch.phase is Phase.PREFILL:
             self.stats.on_prefill(batch.prompt_tokens, seconds)
         else:
-            self.stats.on_decode(seconds)
+            self.stats.on_decode(batch.num_tokens, [len(result.tokens) for result in results], seconds)
         for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
             req.in_flight -= 1
             if req.deferred:
@@ -329,7 +327,7 @@ class Scheduler:
             self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
         finish = finish or self._jumps.after(req)
         if self._speculation is not None:
-            self._speculation.learn(req, result)
+            self._speculation.learn(req, result.tokens, result.guesses)
         if finish is not None:
             self._finish(req, finish, result)
         else:
@@ -385,6 +383,8 @@ class Scheduler:
         self._time_limits.end(req)
         self.cache.end_filling(req)
         self.reporter.tell(token_out(req, result))
+        if self._speculation is not None and trusted:
+            self._speculation.end(req)
         if req.row >= 0:
             self._leaving[req] = trusted
             self._release_if_idle(req)
