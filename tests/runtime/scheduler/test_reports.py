@@ -8,6 +8,7 @@ import pytest
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.messages import AbortReq, DrainReq, FlushReq
 from treeline_runtime.published import CacheUpdate, Cleared, Removed, Stored
+from treeline_runtime.scheduler.launched import Sampled
 from treeline_runtime.scheduler.reports import SchedulerStats
 
 
@@ -75,18 +76,18 @@ def test_draining_is_reported_at_once(tiny: Path) -> None:
 def test_the_first_prefill_and_decode_step_do_not_count_for_the_speed() -> None:
     stats = SchedulerStats()
     stats.on_prefill(30, 2.0)
-    stats.on_decode(1, [1], 1.0)
+    stats.on_decode(1, [Sampled([1])], 1.0)
     assert (stats.prefill_tokens_per_s, stats.decode_step_ms) == (0.0, 0.0)
     assert (stats.total_prefill_tokens, stats.total_prefill_busy_us) == (30, 2_000_000)
     stats.on_prefill(450, 0.25)
-    stats.on_decode(1, [1], 0.01)
+    stats.on_decode(1, [Sampled([1])], 0.01)
     assert (stats.prefill_tokens_per_s, stats.decode_step_ms) == (pytest.approx(1800), pytest.approx(10))
 
 
 def test_prefill_is_weighed_by_tokens_and_the_past_is_forgotten() -> None:
     stats = SchedulerStats()
     stats.on_prefill(1, 1.0)
-    stats.on_decode(1, [1], 1.0)
+    stats.on_decode(1, [Sampled([1])], 1.0)
     assert stats.prefill_tokens_per_s == 0.0
     stats.on_prefill(1000, 1.0)
     assert stats.prefill_tokens_per_s == pytest.approx(1000)
@@ -96,9 +97,9 @@ def test_prefill_is_weighed_by_tokens_and_the_past_is_forgotten() -> None:
     for _ in range(100):
         stats.on_prefill(2000, 1.0)
     assert stats.prefill_tokens_per_s == pytest.approx(2000, rel=1e-3)
-    stats.on_decode(1, [1], 0.010)
+    stats.on_decode(1, [Sampled([1])], 0.010)
     assert stats.decode_step_ms == pytest.approx(10)
-    stats.on_decode(10, [5, 1], 0.020)
+    stats.on_decode(10, [Sampled([1] * 5), Sampled([1])], 0.020)
     assert stats.decode_step_ms == pytest.approx(11)
     assert stats.decode_step_tokens == pytest.approx(0.9 * 1 + 0.1 * 3)
 

@@ -66,7 +66,8 @@ class Adapters:
         """most_bytes: of adapters on the host of a rank, besides one that was just read. reqs: all that have not ended.
         wake: called in any thread when `step` has something."""
         self._root, self._most_bytes = config.lora_root, most_bytes
-        self._max_loras = config.max_loras if config.serves_adapters else 0
+        self.max_loras = config.max_loras if config.serves_adapters else 0
+        """0: there will be no adapters, and nothing to do in a step."""
         self._residence, self._slots, self._audits = residence, cache.slots, audits
         self._reqs, self._finish, self._reply, self._wake = reqs, finish, reply, wake
         self.names: dict[str, str] = {}
@@ -119,7 +120,7 @@ class Adapters:
 
     def load_fields(self) -> dict[str, Any]:
         """What LoadUpdate has of adapters."""
-        fields: dict[str, Any] = {"digests": self.served, "max_loras": self._max_loras}
+        fields: dict[str, Any] = {"digests": self.served, "max_loras": self.max_loras}
         if running := self._slots.running:
             fields["running_adapters"] = self._named(running)
         if waiting := self._slots.waiting:

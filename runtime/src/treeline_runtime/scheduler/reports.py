@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.launched import Sampled
 from treeline_runtime.scheduler.step_times import StepTimes
 
+_TOKENS = attrgetter("tokens")
 FORGET = 0.9
 """Weight of the past in a moving average."""
 
@@ -77,15 +79,15 @@ class SchedulerStats:
         more = [0] * (right - len(self.accepted_per_position))
         self.accepted_per_position = [n + (i < right) for i, n in enumerate(self.accepted_per_position + more)]
 
-    def on_decode(self, tokens: int, given: Sequence[int], seconds: float) -> None:
-        """A step computed so many tokens, guesses among them, and gave each request so many."""
+    def on_decode(self, tokens: int, results: Sequence[Sampled], seconds: float) -> None:
+        """A step computed so many tokens, guesses among them."""
         if not self._decoded:
             self._decoded = True
             return
         self.step_times.take(tokens, seconds)
         known = self.decode_step_ms
         self.decode_step_ms = FORGET * known + (1 - FORGET) * seconds * 1e3 if known else seconds * 1e3
-        known, mean = self.decode_step_tokens, sum(given) / len(given)
+        known, mean = self.decode_step_tokens, sum(map(len, map(_TOKENS, results))) / len(results)
         self.decode_step_tokens = FORGET * known + (1 - FORGET) * mean if known else mean
 
     def load_fields(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Scheduler:
         for message in messages:
             self._handle(message)
         copied = self.cache.tiers is not None and self.cache.tiers.take()
-        loaded = self.adapters.step()
+        loaded = self.adapters.max_loras and self.adapters.step()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -170,7 +170,7 @@ class Scheduler:
         is_called = batch is None and self._peers is not None and self._peers.is_called
         if is_called:
             self.executor.idle()
-        worked = any((messages, copied, loaded, ready, waited, self._pending, is_called, self.reporter.has_tokens))
+        worked = any((messages, copied, loaded, ready, waited, self._pending, is_called)) or self.reporter.has_tokens
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
@@ -277,7 +277,7 @@ class Scheduler:
         if batch.phase is Phase.PREFILL:
             self.stats.on_prefill(batch.prompt_tokens, seconds)
         else:
-            self.stats.on_decode(batch.num_tokens, [len(result.tokens) for result in results], seconds)
+            self.stats.on_decode(sum(batch.ends) - sum(batch.starts), results, seconds)
         for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
             req.in_flight -= 1
             if req.deferred:
@@ -478,7 +478,7 @@ class Scheduler:
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
-            **self.adapters.load_fields(),
+            **(self.adapters.load_fields() if self.adapters.max_loras else {}),
             **self.stats.load_fields(),
             **self.cache.load_fields(self.audits.held_pages),
         )
