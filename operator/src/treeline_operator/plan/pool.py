@@ -15,6 +15,7 @@ from treeline_operator.api.engine import Accelerator
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.source import is_downloaded
 from treeline_operator.plan import download, facts, provision
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
@@ -326,9 +327,10 @@ class _Planner:
         meet = None if groups or apart else pages
         policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, meet=meet)
         yield from self._apply(policy, "access to the pods")
-        if downloading:
+        own = [one.spec.adapter for one in self.world.gateway.models if one.spec.pool_ref.name == self.pool.name]
+        if downloading or any(one is not None and is_downloaded(one.uri) for one in own):
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
-            yield from self._apply(policy, "a pod must download the model")
+            yield from self._apply(policy, "a pod must download the model, or an adapter")
 
     def _claims(self) -> Iterator[Action]:
         for asked in provision.wanted(self.pool):
