@@ -146,7 +146,7 @@ REFUSED_POOLS = [
         for ranks in (2, 6, 16)
     ),
     ("accelerator: {nodes: 0}", "accelerator.nodes"),
-    ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
+    ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, and set lora and their spec.adapter"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 and the following ones"),
     (
         "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}",
@@ -276,6 +276,10 @@ REFUSED_POOLS = [
 REFUSED_MODELS = [
     ("targetModels: [{name: a, weight: 1}, {name: b}]", "give every target a weight, or none"),
     ("fallbackPools: [{name: tiny}]", "remove it from fallbackPools"),
+    ("adapter: {uri: hf://o/a}\ntargetModels: [{name: a}]", "remove targetModels, or let those of another"),
+    ("adapter: {uri: hf://o/a}\nfallbackPools: [{name: other}]", "would answer without the adapter"),
+    ("adapter: {uri: path:///models/a}", "running pods get an adapter from hf://, s3://, gs:// or pvc://"),
+    (f"adapter: {{uri: hf://o/a}}\nmodelName: {'a' * 241}", "240 characters or fewer: shorten it"),
 ]
 GROUPS = "{accelerator: {nodes: 2}, engine: {tensorParallel: 2}}"
 REFUSED_NAMES = [

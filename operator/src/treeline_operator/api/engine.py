@@ -260,7 +260,7 @@ class Engine(Part):
         ),
         forbidden(
             "self.type != 'treeline' || !has(self.adapters) || self.adapters.size() == 0",
-            "engine treeline takes its adapters from InferenceModels: set lora, and spec.adapter of an InferenceModel",
+            "engine treeline loads adapters of InferenceModels: remove adapters, and set lora and their spec.adapter",
             field=".adapters",
         ),
         forbidden(

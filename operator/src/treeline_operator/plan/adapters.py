@@ -153,7 +153,7 @@ def _placed(
     if state.served != new.name:
         old = next((pod.asked[state.served] for pod in pods if state.served in pod.asked), None)
         held += ((pod, old) for pod in _holders(state.served, chosen, pods) if old is not None)
-    elif not _is_settled(state, now):
+    if not _is_settled(state, now):
         held += ((pod, old) for pod in pods for old in pod.asked.values() if _model_name(old) == spec.model_name)
     return state, held
 

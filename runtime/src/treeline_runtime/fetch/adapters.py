@@ -1,7 +1,7 @@
 """`python -m treeline_runtime.fetch.adapters`: beside a runtime, gives it the adapters that a file asks for.
 
-The file is an annotation of the pod (`treeline_wire.live_adapters`). Sources that are downloaded go into `fetched` below
---root, which is the runtime's --lora-root; pvc:// is in `claims` there. Credentials come from the environment, as for
+The file is an annotation of the pod (`treeline_wire.live_adapters`). Downloads go into `fetched` below --root, which is
+the runtime's --lora-root; pvc:// is in `claims` there. Credentials come from the environment, as for
 `treeline_runtime.fetch`. Standard output has a report per line, whenever it changes.
 """
 
@@ -210,7 +210,8 @@ def main() -> None:
         report = keeper.step(args.wishes.read_text())
         if report != said:
             said = report
-            print(msgspec.json.encode(report).decode(), flush=True)
+            sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+            sys.stdout.flush()
         time.sleep(_EVERY_S)
 
 
