@@ -265,7 +265,7 @@ def test_a_silent_pod_is_named_and_holds_up_no_other():
 )
 def test_a_pool_that_cannot_have_an_adapter_says_so_and_keeps_what_serves(of, uri, why):
     served = adapted(uri="hf://o/first")
-    wishes = wishes_text([w for w in [*_wishes(served)]])
+    wishes = wishes_text(_wishes(served))
     there = pod("pod-0", wishes, AdapterReport(mark(wishes), {version(served): "d"}))
     made = adapted(uri=uri, told={"name": version(served), "since": "2026-11-01T00:00:00Z"})
     plan, states = plan_adapters([made], [of], {"tiny": [there]}, NOW)

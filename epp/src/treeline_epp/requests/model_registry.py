@@ -138,6 +138,8 @@ class ModelTable:
         decided = decide_names(everything, claims)
         self.verdicts, self._holders = decided.verdicts, decided.holders
         self._served = {pool: tuple(models) for pool, models in served.items()}
+        self._own = {pool: tuple(m for m in models if not is_version(m)) for pool, models in self._served.items()}
+        """Without the versions of rules' adapters."""
         self._engines: dict[str, str] = {}
         for pool, models in self._served.items():
             for model in models:
@@ -193,7 +195,7 @@ class ModelTable:
 
     def name_at(self, pool: str, target: str) -> str:
         """Return the name to use with a pool's engines: `target`, or that of the only model they serve."""
-        models = self._served.get(pool, ())
+        models = self._own.get(pool, ())
         return models[0] if len(models) == 1 else target
 
     def names(self) -> list[str]:
@@ -202,7 +204,7 @@ class ModelTable:
         return list(dict.fromkeys([*(name for name in self._engines if not is_version(name)), *self._rules]))
 
     def _only_name(self) -> str:
-        served = {(pool, model) for pool, models in self._served.items() for model in models}
+        served = {(pool, model) for pool, models in self._own.items() for model in models}
         pools = {pool for pool, _ in served} | {rule.pool for rule in self._rules.values()}
         if len(pools) == 1:
             if len(served) == 1:
