@@ -147,6 +147,9 @@ REFUSED_POOLS = [
     ),
     ("accelerator: {nodes: 0}", "accelerator.nodes"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, and set lora and their spec.adapter"),
+    ("{model: {uri: hf://o/n}, engine: {type: vllm, lora: {}}}", "or name the adapters in adapters"),
+    ("engine: {lora: {}, args: [--max-loras=4]}", "needs the administration where it is: remove them from args"),
+    ("{accelerator: {nodes: 2}, engine: {tensorParallel: 2, lora: {}}}", "remove engine.lora, or set"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 and the following ones"),
     (
         "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}",

@@ -157,7 +157,7 @@ class ModelSpec(msgspec.Struct, rename="camel"):
     criticality: str | None = None
     target_models: list[_Target] | None = None
     fallback_pools: list[_Ref] | None = None
-    adapter: msgspec.Raw | None = None
+    adapter: dict[str, object] | None = None
 
 
 class _AdapterStatus(msgspec.Struct):

@@ -265,7 +265,7 @@ class Engine(Part):
         ),
         forbidden(
             "self.type == 'treeline' || !has(self.lora)",
-            "lora is a setting of treeline: remove it, or name the adapters in adapters",
+            "only engine treeline loads adapters while it runs: remove lora, or name the adapters in adapters",
             field=".lora",
         ),
         forbidden(

@@ -156,7 +156,7 @@ def _downloads_volume(pool: InferencePool) -> dict[str, Any]:
     return {"persistentVolumeClaim": {"claimName": cache.claim_name or claim_name(pool.name)}}
 
 
-def download_env(token: KeyRef | None) -> list[dict[str, Any]]:
+def download_env(token: KeyRef | None, *more: dict[str, Any]) -> list[dict[str, Any]]:
     """The environment of a container that downloads; `token` is Hugging Face's."""
     env: list[dict[str, Any]] = [
         {"name": "HOME", "value": "/tmp"},
@@ -165,6 +165,7 @@ def download_env(token: KeyRef | None) -> list[dict[str, Any]]:
         {"name": "HF_HUB_DISABLE_PROGRESS_BARS", "value": "1"},
         # Chunks would be cached for a second download, which never happens here.
         {"name": "HF_XET_CHUNK_CACHE_SIZE_BYTES", "value": "0"},
+        *more,
     ]
     if token is not None:
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
@@ -176,17 +177,15 @@ def init_container(pool: InferencePool, found: Files, image: str, pull_policy: s
     if not found.fetches:
         return None
     model = pool.spec.model
-    env = download_env(model.token_secret_ref)
-    if moving(pool):
-        reference = {"name": names.commits(pool.name), "key": COMMITS, "optional": True}
-        env.append({"name": "TREELINE_COMMITS", "valueFrom": {"configMapKeyRef": reference}})
+    commits = {"configMapKeyRef": {"name": names.commits(pool.name), "key": COMMITS, "optional": True}}
+    more = [{"name": "TREELINE_COMMITS", "valueFrom": commits}] if moving(pool) else []
     container: dict[str, Any] = {
         "name": DOWNLOAD,
         "image": image,
         "imagePullPolicy": pull_policy,
         "command": ["python", "-m", "treeline_runtime.fetch"],
         "args": list(found.fetches),
-        "env": env,
+        "env": download_env(model.token_secret_ref, *more),
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
         "terminationMessagePolicy": "File",
         "volumeMounts": [{"name": _VOLUME, "mountPath": DOWNLOADS}, {"name": "tmp", "mountPath": "/tmp"}],

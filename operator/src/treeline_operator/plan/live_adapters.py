@@ -6,12 +6,14 @@ what the pod is to have is an annotation of the pod, so only who may change pods
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from treeline_wire import labels
 
+from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.source import is_downloaded
 from treeline_operator.plan.download import download_env
 from treeline_operator.plan.facts import ADAPTERS
 from treeline_operator.plan.objects import Object, mount
@@ -21,6 +23,12 @@ _ROOT: Final = "/adapters"
 _FETCHED: Final = f"{_ROOT}/fetched"
 _WISHES: Final = "/etc/treeline/adapters"
 _FILE: Final = "wishes"
+
+
+def downloads(pool: InferencePool, models: Iterable[InferenceModel]) -> bool:
+    """Whether a pool's pods may have to download an adapter, which they may at any time."""
+    adapters = (model.spec.adapter for model in models if model.spec.pool_ref.name == pool.name)
+    return pool.spec.engine.lora is not None and any(one is not None and is_downloaded(one.uri) for one in adapters)
 
 
 def flags(pool: InferencePool) -> list[str]:

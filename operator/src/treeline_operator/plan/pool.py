@@ -15,8 +15,7 @@ from treeline_operator.api.engine import Accelerator
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.api.source import is_downloaded
-from treeline_operator.plan import download, facts, provision
+from treeline_operator.plan import download, facts, live_adapters, provision
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step, least_replicas
@@ -327,10 +326,9 @@ class _Planner:
         meet = None if groups or apart else pages
         policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, meet=meet)
         yield from self._apply(policy, "access to the pods")
-        own = [one.spec.adapter for one in self.world.gateway.models if one.spec.pool_ref.name == self.pool.name]
-        if downloading or any(one is not None and is_downloaded(one.uri) for one in own):
+        if downloading or live_adapters.downloads(self.pool, self.world.gateway.models):
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
-            yield from self._apply(policy, "a pod must download the model, or an adapter")
+            yield from self._apply(policy, "a pod must download the model" if downloading else "pods download adapters")
 
     def _claims(self) -> Iterator[Action]:
         for asked in provision.wanted(self.pool):
