@@ -7,6 +7,7 @@ the runtime's --lora-root; pvc:// is in `claims` there. Credentials come from th
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -18,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,14 +194,18 @@ def _is_right(wish: AdapterWish, digest: str) -> bool:
     return digest.startswith(wish.digest)
 
 
-def main() -> None:
-    """Run until SIGTERM."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m treeline_runtime.fetch.adapters", description="Load a runtime's adapters.")
     parser.add_argument("--wishes", type=Path, required=True, help="file with the adapters to have")
     parser.add_argument("--root", type=Path, required=True, help="the runtime's --lora-root")
     parser.add_argument("--port", type=int, required=True, help="the runtime's --port")
     parser.add_argument("--admin-port", type=int, required=True, help="the runtime's --admin-port")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Run until SIGTERM."""
+    args = parse(None)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
     # The first process of a container gets no signal that it has no handler for; an unload may wait for hours.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
