@@ -78,17 +78,6 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Annotate:
-    """Set one annotation of exactly this pod, beside its marks."""
-
-    ref: Ref
-    uid: str
-    name: str
-    value: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Delete:
     """Delete exactly this object: `uid` is a precondition."""
 
@@ -97,7 +86,7 @@ class Delete:
     why: str
 
 
-Action = Apply | CreateKeys | Scale | Mark | Annotate | Delete
+Action = Apply | CreateKeys | Scale | Mark | Delete
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from treeline_operator import names
-from treeline_operator.actions import Action, Annotate, Apply, CreateKeys, Delete, Mark, Plan, Scale
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
@@ -42,7 +42,7 @@ class SimulatedStep:
                 return "scale"
             case CreateKeys():
                 return "create"
-            case Mark() | Annotate():
+            case Mark():
                 return "change"
             case Apply():
                 return "create" if self.before is None else "change"

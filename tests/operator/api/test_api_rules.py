@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from support.api_adapters import REFUSED_LORA, REFUSED_MODELS_WITH_ADAPTERS
 from support.api_flow_control import ACCEPTED_FLOW_CONTROL, REFUSED_FLOW_CONTROL
 from support.api_hostile import HOSTILE_ENDS, HOSTILE_STRINGS, HOSTILE_WORDS
 from support.api_prefill import REFUSED_PREFILL
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
 REFUSED_POOLS = [
     *REFUSED_PREFILL,
+    *REFUSED_LORA,
     *REFUSED_FLOW_CONTROL,
     ("model: {uri: az://bucket/model}", "no model URI: write hf://org/name"),
     ("model: {uri: hf://name}", "write hf://org/name or hf://org/name@revision"),
@@ -146,10 +148,6 @@ REFUSED_POOLS = [
         for ranks in (2, 6, 16)
     ),
     ("accelerator: {nodes: 0}", "accelerator.nodes"),
-    ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, and set lora and their spec.adapter"),
-    ("{model: {uri: hf://o/n}, engine: {type: vllm, lora: {}}}", "or name the adapters in adapters"),
-    ("engine: {lora: {}, args: [--max-loras=4]}", "needs the administration where it is: remove them from args"),
-    ("{accelerator: {nodes: 2}, engine: {tensorParallel: 2, lora: {}}}", "remove engine.lora, or set"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 and the following ones"),
     (
         "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}",
@@ -279,10 +277,7 @@ REFUSED_POOLS = [
 REFUSED_MODELS = [
     ("targetModels: [{name: a, weight: 1}, {name: b}]", "give every target a weight, or none"),
     ("fallbackPools: [{name: tiny}]", "remove it from fallbackPools"),
-    ("adapter: {uri: hf://o/a}\ntargetModels: [{name: a}]", "remove targetModels, or let those of another"),
-    ("adapter: {uri: hf://o/a}\nfallbackPools: [{name: other}]", "would answer without the adapter"),
-    ("adapter: {uri: path:///models/a}", "running pods get an adapter from hf://, s3://, gs:// or pvc://"),
-    (f"adapter: {{uri: hf://o/a}}\nmodelName: {'a' * 241}", "240 characters or fewer: shorten it"),
+    *REFUSED_MODELS_WITH_ADAPTERS,
 ]
 GROUPS = "{accelerator: {nodes: 2}, engine: {tensorParallel: 2}}"
 REFUSED_NAMES = [

@@ -11,7 +11,7 @@ from aiohttp import web
 from support.kube_proxy import KubeProxy, status
 from support.operator_run import MODELS, PODS, Room, condition, operator, ready, settled
 from treeline_wire.labels import ADAPTERS
-from treeline_wire.live_adapters import AdapterReport, mark, wishes_of
+from treeline_wire.live_adapters import AdapterReport, wishes_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
@@ -31,17 +31,16 @@ class Pods:
         if name in self.silent:
             return status(500, "InternalError")
         pod = self.room.plane.request("GET", f"{PODS.format(self.room.namespace)}/{name}")
-        text = pod["metadata"]["annotations"][ADAPTERS]
-        wishes = wishes_of(text)
+        wishes = wishes_of(pod["metadata"]["annotations"][ADAPTERS]).values()
         good = {wish.name: "d1" for wish in wishes if wish.uri not in self.broken}
         bad = {wish.name: self.broken[wish.uri] for wish in wishes if wish.uri in self.broken}
-        return web.Response(body=b"WARNING a line\n" + msgspec.json.encode(AdapterReport(mark(text), good, bad)))
+        return web.Response(body=b"WARNING a line\n" + msgspec.json.encode(AdapterReport(good, bad)))
 
 
 async def annotations(room: Room) -> dict[str, list[str]]:
     """Return the sources that each runtime pod is asked for."""
     found = {pod["metadata"]["name"]: pod["metadata"].get("annotations", {}) for pod in await room.items(PODS)}
-    return {name: [wish.uri for wish in wishes_of(a[ADAPTERS])] for name, a in found.items() if ADAPTERS in a}
+    return {name: [wish.uri for wish in wishes_of(a[ADAPTERS]).values()] for name, a in found.items() if ADAPTERS in a}
 
 
 async def told(room: Room, reason: str) -> dict[str, Any]:
@@ -104,8 +103,8 @@ async def test_an_adapter_comes_changes_fails_and_goes_without_a_rollout(room: R
             # A pod that says nothing is named, and holds up no other.
             pods.silent = {first["metadata"]["name"]}
             await room.patch(f"{MODELS}/sql", {"spec": {"adapter": {"uri": "hf://o/three"}}})
-            loading = await told(room, "AdapterLoading")
-            assert first["metadata"]["name"] in loading["conditions"][1]["message"]
+            mute = await told(room, "AdapterFailing")
+            assert f"pod {first['metadata']['name']}: it does not answer" in mute["conditions"][1]["message"]
             pods.silent = set()
             await told(room, "AdapterLoaded")
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 from treeline_operator.actions import Plan
 from treeline_operator.controller import reconciler as module
-from treeline_operator.controller.adapters import AdapterReports
 from treeline_operator.controller.execute import Done
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
@@ -86,7 +85,6 @@ def reconciler_of(store: Store, api: Api, wake: Callable[[Iterable[Key]], None] 
         probe=fakes,
         downloads=fakes,
         warnings=Warnings(fakes, lambda _: None),
-        adapters=AdapterReports(store, fakes, lambda _: None),
         clock=lambda: NOW,
         wake=wake,
     )

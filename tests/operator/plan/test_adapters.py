@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.operator_status import NOW, model, observed, pool
-from treeline_operator.actions import Annotate
 from treeline_operator.plan.adapters import SETTLE_S, AdapterPod, AdapterState, plan_adapters
 from treeline_operator.status.models import model_statuses
 from treeline_wire import labels
-from treeline_wire.live_adapters import AdapterReport, mark, version_name, wishes_of, wishes_text
+from treeline_wire.live_adapters import AdapterReport, version_name, wishes_of, wishes_text
 
+NOTHING = AdapterReport()
 TINY = pool(engine={"lora": {"claims": ["sets"]}})
 
 
@@ -28,10 +28,10 @@ def version(made):
     return version_name(made.spec.model_name, made.spec.adapter.uri, made.spec.adapter.digest or "")
 
 
-def pod(name, text="[]", report=None, *, ready=True, role="both", silent=False):
+def pod(name, text="[]", report=NOTHING, *, ready=True, role="both"):
     status = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}]}
     meta = {"labels": {labels.ROLE: role, labels.SERVING: "true"}, "annotations": {labels.ADAPTERS: text}}
-    return AdapterPod.of(observed("Pod", name, meta=meta, status=status), report, silent=silent)
+    return AdapterPod.of(observed("Pod", name, meta=meta, status=status), report)
 
 
 class Cluster:
@@ -51,21 +51,20 @@ class Cluster:
             yield made if told is None else made.model_copy(update={"status": {"adapter": told}})
 
     def plan(self):
-        plan, self.states = plan_adapters(self.models_told(), [TINY], {"tiny": [*self.pods.values()]}, self.now)
-        self.recheck_s = plan.recheck_s
-        for action in plan.actions:
-            assert isinstance(action, Annotate)
-            before = self.pods[action.ref.name]
-            self.pods[before.name] = pod(before.name, action.value, before.report, ready=before.ready)
+        plan = plan_adapters(self.models_told(), [TINY], {"tiny": [*self.pods.values()]}, self.now)
+        self.states, self.again_s = plan.states, plan.again_s
+        for of, text in plan.writes:
+            before = self.pods[of.ref.name]
+            self.pods[before.name] = pod(before.name, text, before.report, ready=before.ready)
         statuses = model_statuses(self.models_told(), [TINY], self.now, self.states)
         self.told = {name: dict(status["adapter"]) for name, status in statuses.items() if "adapter" in status}
-        return plan.actions
+        return plan.writes
 
     def answer(self, name):
         one = self.pods[name]
-        good = {wish.name: "d" for wish in wishes_of(one.text) if (name, wish.uri) not in self.broken}
-        bad = {wish.name: "no" for wish in wishes_of(one.text) if wish.name not in good}
-        self.pods[name] = pod(name, one.text, AdapterReport(mark(one.text), good, bad), ready=one.ready)
+        good = {wish.name: "d" for wish in one.asked.values() if (name, wish.uri) not in self.broken}
+        bad = {version: "no" for version in one.asked if version not in good}
+        self.pods[name] = pod(name, one.text, AdapterReport(good, bad), ready=one.ready)
 
     def settle(self):
         """All pods answer and time passes, until nothing is planned."""
@@ -73,7 +72,7 @@ class Cluster:
             for name in self.pods:
                 self.answer(name)
             self.now += timedelta(seconds=SETTLE_S)
-            if not self.plan() and self.recheck_s is None:
+            if not self.plan() and self.again_s != 1.0:
                 return
         raise AssertionError("the plan does not come to rest")
 
@@ -248,12 +247,10 @@ def test_a_source_that_cannot_be_loaded_takes_nothing_away_and_says_where_and_wh
 
 
 def test_a_silent_pod_is_named_and_holds_up_no_other():
-    text = wishes_text([])
-    pods = [pod("pod-0", text, silent=True), pod("pod-1", text, AdapterReport(mark(text)))]
-    made = adapted()
-    plan, states = plan_adapters([made], [TINY], {"tiny": pods}, NOW)
-    assert [action.ref.name for action in plan.actions] == ["pod-0", "pod-1"]
-    assert states["sql"].problems == {"pod-0": "it does not answer"}
+    pods = [pod("pod-0", report=AdapterReport(errors={"": "it does not answer"})), pod("pod-1")]
+    plan = plan_adapters([adapted()], [TINY], {"tiny": pods}, NOW)
+    assert written(plan) == ["pod-0", "pod-1"]
+    assert plan.states["sql"].problems == {"pod-0": "it does not answer"}
 
 
 @pytest.mark.parametrize(
@@ -266,24 +263,24 @@ def test_a_silent_pod_is_named_and_holds_up_no_other():
 def test_a_pool_that_cannot_have_an_adapter_says_so_and_keeps_what_serves(of, uri, why):
     served = adapted(uri="hf://o/first")
     wishes = wishes_text(_wishes(served))
-    there = pod("pod-0", wishes, AdapterReport(mark(wishes), {version(served): "d"}))
+    there = pod("pod-0", wishes, AdapterReport({version(served): "d"}))
     made = adapted(uri=uri, told={"name": version(served), "since": "2026-11-01T00:00:00Z"})
-    plan, states = plan_adapters([made], [of], {"tiny": [there]}, NOW)
-    assert not plan.actions
-    (status,) = model_statuses([made], [of], NOW, states).values()
+    plan = plan_adapters([made], [of], {"tiny": [there]}, NOW)
+    assert not plan.writes
+    (status,) = model_statuses([made], [of], NOW, plan.states).values()
     assert (status["conditions"][1]["reason"], status["adapter"]["name"]) == ("AdapterRefused", version(served))
     assert why in status["conditions"][1]["message"]
 
 
 def test_a_claim_of_the_pool_is_no_reason_to_refuse():
-    assert plan_adapters([adapted(uri="pvc://sets/a")], [TINY], {"tiny": [pod("p")]}, NOW)[0].actions
+    assert plan_adapters([adapted(uri="pvc://sets/a")], [TINY], {"tiny": [pod("p")]}, NOW).writes
 
 
 def test_pods_with_different_files_under_one_name_are_a_problem():
     made = adapted()
     wishes = wishes_text(_wishes(made))
-    pods = [pod(name, wishes, AdapterReport(mark(wishes), {version(made): digest})) for name, digest in ("ax", "by")]
-    _, states = plan_adapters([made], [TINY], {"tiny": pods}, NOW)
+    pods = [pod(name, wishes, AdapterReport({version(made): digest})) for name, digest in ("ax", "by")]
+    states = plan_adapters([made], [TINY], {"tiny": pods}, NOW).states
     (status,) = model_statuses([made], [TINY], NOW, states).values()
     assert "with different files: x on a, y on b. Set spec.adapter.digest" in status["conditions"][1]["message"]
     assert "digest" not in status["adapter"]
@@ -292,25 +289,26 @@ def test_pods_with_different_files_under_one_name_are_a_problem():
 def test_each_side_of_a_pool_has_its_own_pods_and_a_draining_pod_keeps_what_it_has():
     made = adapted(replicas=1)
     pods = [pod("a", role="prefill"), pod("b", role="prefill"), pod("c", role="decode")]
-    plan, _ = plan_adapters([made], [TINY], {"tiny": pods}, NOW)
-    assert len(plan.actions) == 2
-    assert "c" in {action.ref.name for action in plan.actions}
+    asked = written(plan_adapters([made], [TINY], {"tiny": pods}, NOW))
+    assert len(asked) == 2
+    assert "c" in asked
     wishes = wishes_text(_wishes(made))
-    leaving = pod("z", wishes, AdapterReport(mark(wishes), {version(made): "d"}), ready=False)
-    plan, _ = plan_adapters([made], [TINY], {"tiny": [leaving, pod("a")]}, NOW)
-    assert [action.ref.name for action in plan.actions] == ["a"]
+    leaving = pod("z", wishes, AdapterReport({version(made): "d"}), ready=False)
+    assert written(plan_adapters([made], [TINY], {"tiny": [leaving, pod("a")]}, NOW)) == ["a"]
 
 
 def test_adapters_of_models_that_cannot_be_read_stay_and_those_of_nobody_go():
     wishes = wishes_text(_wishes(adapted("sql")))
     there = pod("p", wishes)
-    assert not plan_adapters([], [TINY], {"tiny": [there]}, NOW, unread={"sql"})[0].actions
-    (gone,) = plan_adapters([], [TINY], {"tiny": [there]}, NOW)[0].actions
-    assert isinstance(gone, Annotate)
-    assert gone.value == "[]"
+    assert not plan_adapters([], [TINY], {"tiny": [there]}, NOW, unread={"sql"}).writes
+    ((_, text),) = plan_adapters([], [TINY], {"tiny": [there]}, NOW).writes
+    assert text == "[]"
+
+
+def written(plan):
+    return [of.ref.name for of, _ in plan.writes]
 
 
 def _wishes(made):
-    (action,) = plan_adapters([made], [TINY], {"tiny": [pod("x")]}, datetime.max.replace(tzinfo=NOW.tzinfo))[0].actions
-    assert isinstance(action, Annotate)
-    return wishes_of(action.value)
+    ((_, text),) = plan_adapters([made], [TINY], {"tiny": [pod("x")]}, NOW).writes
+    return wishes_of(text).values()

@@ -9,18 +9,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from typing import Final
 
 import msgspec
 
-LOADED_DIGITS: Final = 16
-"""Digits of an adapter's digest in reports: a thousand of them must fit a line of a log."""
-_VERSION: Final = re.compile(r".+@[0-9a-f]{10}", re.DOTALL)
-
 
 class AdapterWish(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An adapter that the pod is to have. `name`: in its engine. `digest`: of its files, or the beginning of that; ""
-    if any will do."""
+    """An adapter that the pod is to have. `name`: in its engine. `digest`: the beginning of its files', or ""."""
 
     name: str
     uri: str
@@ -28,10 +22,8 @@ class AdapterWish(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AdapterReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`asked`: `mark` of the annotation that it answers. `loaded`: name → the beginning of the digest of its files.
-    `errors`: name → why it is not loaded; "" is the engine's."""
+    """`loaded`: name → the first 16 digits of its files' digest. `errors`: name → why it is not; "" is the engine."""
 
-    asked: str
     loaded: dict[str, str] = {}
     errors: dict[str, str] = {}
 
@@ -44,7 +36,7 @@ def version_name(model: str, uri: str, digest: str) -> str:
 
 def is_version(name: str) -> bool:
     """Whether a name is one of `version_name`'s: others were loaded by somebody else."""
-    return _VERSION.fullmatch(name) is not None
+    return re.fullmatch("(?s).+@[0-9a-f]{10}", name) is not None
 
 
 def wishes_text(wishes: Iterable[AdapterWish]) -> str:
@@ -52,11 +44,6 @@ def wishes_text(wishes: Iterable[AdapterWish]) -> str:
     return msgspec.json.encode(sorted(wishes, key=lambda wish: wish.name)).decode()
 
 
-def wishes_of(text: str) -> tuple[AdapterWish, ...]:
-    """Read the annotation. Raises `msgspec.MsgspecError`."""
-    return msgspec.json.decode(text, type=tuple[AdapterWish, ...])
-
-
-def mark(text: str) -> str:
-    """A short name of an annotation's text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
+def wishes_of(text: str) -> dict[str, AdapterWish]:
+    """The wishes of an annotation, by name. Raises `msgspec.MsgspecError`."""
+    return {wish.name: wish for wish in msgspec.json.decode(text, type=tuple[AdapterWish, ...])}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt, StringConstraints
 from typing_extensions import TypedDict
@@ -21,9 +21,6 @@ from treeline_operator.api.parts import (
 from treeline_operator.api.rules import Rule, forbidden
 from treeline_operator.api.source import Uri
 from treeline_operator.names import MAX_NAME
-
-_LONGEST_NAME: Final = 240
-"""Engines append a version to it, and take 256 characters."""
 
 
 class TargetModel(Part):
@@ -69,11 +66,6 @@ class ModelSpec(Part):
             "!has(self.adapter) || !has(self.fallbackPools) || self.fallbackPools.size() == 0",
             "other pools would answer without the adapter: remove fallbackPools",
             field=".fallbackPools",
-        ),
-        Rule(
-            f"!has(self.adapter) || self.modelName.size() <= {_LONGEST_NAME}",
-            f"the name of an adapter has {_LONGEST_NAME} characters or fewer: shorten it",
-            field=".modelName",
         ),
         Rule(
             "!has(self.targetModels) || self.targetModels.all(t, has(t.weight))"

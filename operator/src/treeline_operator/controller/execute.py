@@ -16,7 +16,7 @@ from treeline_kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, Ku
 from treeline_wire.security import PUBLIC_FILE, SECRET_FILE
 
 from treeline_operator import names
-from treeline_operator.actions import Action, Annotate, Apply, CreateKeys, Delete, Mark, Plan, Scale
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.store import Store
 from treeline_operator.plan.diff import whole_spec
@@ -104,10 +104,6 @@ class Executor:
             case Mark():
                 self.store.put(await self.writer.apply(action.object))
                 _note_mark(action, done)
-            case Annotate():
-                meta = {"uid": action.uid, "annotations": {action.name: action.value}}
-                self.store.put(await self.writer.patch_merge(action.ref, {"metadata": meta}))
-                log.info("pod %s: %s", action.ref.name, action.why)
             case Delete():
                 await self.writer.delete(action.ref, uid=action.uid)
                 self.store.mark_deleting(action.ref, action.uid, timestamp(self.clock()))
@@ -156,7 +152,7 @@ class Executor:
         known = self.store.get(action.ref)
         if isinstance(action, CreateKeys):
             return
-        if isinstance(exc, Conflict) and not isinstance(action, Mark | Annotate):
+        if isinstance(exc, Conflict) and not isinstance(action, Mark):
             try:
                 self.store.put(await self.writer.get(action.ref))
                 return

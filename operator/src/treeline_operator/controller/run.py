@@ -18,7 +18,6 @@ from treeline_kube.yaml_depth import deep_json
 from treeline_wire import ports
 
 from treeline_operator.api.parts import API_VERSION
-from treeline_operator.controller.adapters import AdapterReports
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
@@ -76,7 +75,6 @@ class Operator:
         self._downloads = Downloads(self.store, cluster, self.enqueue)
         self._probe = PickerProbe(self.observer, pickers, self.enqueue, options.picker_port)
         self._warnings = Warnings(cluster, self.enqueue)
-        self._adapters = AdapterReports(self.store, cluster, self.enqueue)
         self._scaler = Scaler(
             observer=self.observer,
             scales=cluster,
@@ -95,7 +93,6 @@ class Operator:
             probe=self._probe,
             downloads=self._downloads,
             warnings=self._warnings,
-            adapters=self._adapters,
             clock=_clock,
             wake=self._wake,
         )
@@ -129,7 +126,6 @@ class Operator:
                 self._recorder.run(),
                 self._downloads.run(),
                 self._warnings.run(),
-                self._adapters.run(),
                 self._resync(),
                 self._scaler.run(),
                 self._probe.run(),
@@ -149,7 +145,6 @@ class Operator:
         await self._scaler.stop()
         await self._probe.stop()
         await self._warnings.stop()
-        await self._adapters.stop()
         await self._downloads.stop()
         await self.informer.stop()
         await self._session.close()

@@ -8,10 +8,10 @@ the runtime's --lora-root; pvc:// is in `claims` there. Credentials come from th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import io
 import json
-import logging
 import os
 import shutil
 import signal
@@ -27,43 +27,28 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 from treeline_wire.command_line import Parser
-from treeline_wire.live_adapters import (
-    LOADED_DIGITS,
-    AdapterReport,
-    AdapterWish,
-    is_version,
-    mark,
-    wishes_of,
-)
+from treeline_wire.live_adapters import AdapterReport, AdapterWish, is_version, wishes_of
 
 from treeline_runtime.fetch.__main__ import wanted
-from treeline_runtime.fetch.folder import FetchError, Progress, fetch
-
-logger = logging.getLogger("treeline.adapters")
+from treeline_runtime.fetch.folder import Progress, fetch
 
 _EVERY_S: Final = 1.0
-_ANSWER_S: Final = 10.0
-_CHANGE_S: Final = 3600.0
-"""An unload waits for the requests that use the adapter."""
-_AGAIN_S: Final = (5.0, 60.0)
-"""After a first failure and at most; each further one doubles it."""
+_ANSWER_S, _CHANGE_S = 10.0, 3600.0
+"""How long the runtime may take for an answer, and for a change: an unload waits for requests."""
+_AGAIN_S: Final = 20.0
 _MOST_AT_ONCE: Final = 4
 _LONGEST_ERROR: Final = 300
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class EngineError(Exception):
-    """The runtime did not do what it was asked for."""
-
-
-class Refused(EngineError):
-    """It read the request, or the adapter, and said no."""
+class AdapterError(Exception):
+    """The runtime did not do what it was asked for, or the adapter is not the wanted one."""
 
 
 class Failure(NamedTuple):
-    """Why a version was not loaded, and when it is tried again."""
+    """Why an adapter is not loaded, and when it is tried again."""
 
     text: str
-    tries: int
     again_at: float
 
 
@@ -77,13 +62,12 @@ def changes(
     """What to load and what to unload. What others loaded, under names that are not ours, is left alone."""
     idle = (wish for name, wish in wishes.items() if name not in loaded and name not in busy)
     loads = [wish for wish in idle if wish.name not in failed or failed[wish.name].again_at <= now]
-    unloads = [name for name in loaded if is_version(name) and name not in wishes and name not in busy]
-    return loads, unloads
+    return loads, [name for name in loaded if is_version(name) and name not in wishes and name not in busy]
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The runtime's ports, on loopback. All methods raise EngineError."""
+    """The runtime's ports, on loopback. All methods raise AdapterError."""
 
     api: str
     administration: str
@@ -110,19 +94,12 @@ class Engine:
                 read: dict[str, Any] = json.load(answer)
                 return read
         except urllib.error.HTTPError as error:
-            raise (Refused if error.code < 500 else EngineError)(_message(error)) from None
+            said: Any = error.read()
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                said = json.loads(said)["error"]["message"]
+            raise AdapterError(str(said)) from None
         except (OSError, ValueError) as error:
-            raise EngineError(f"the runtime does not answer: {error}") from None
-
-
-_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return f"the runtime answered {error.code}"
+            raise AdapterError(f"the runtime does not answer: {error}") from None
 
 
 @dataclass
@@ -134,57 +111,42 @@ class Keeper:
     clock: Callable[[], float] = time.monotonic
     _busy: dict[str, Future[None]] = field(default_factory=dict)
     _failed: dict[str, Failure] = field(default_factory=dict)
-    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_MOST_AT_ONCE, "adapters"))
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_MOST_AT_ONCE))
 
     def step(self, text: str) -> AdapterReport:
         """Begin what `text` asks for and is not under way; returns how it stands. Never waits for a change."""
         try:
-            wishes = {wish.name: wish for wish in wishes_of(text)}
-            loaded = self.engine.loaded()
-        except (EngineError, msgspec.MsgspecError) as error:
-            return AdapterReport(mark(text), errors={"": str(error)[:_LONGEST_ERROR]})
-        self._settle(wishes)
-        good = {name: digest for name, digest in loaded.items() if name in wishes and _is_right(wishes[name], digest)}
-        loads, unloads = changes(wishes, loaded, self._busy, self._failed, self.clock())
-        for wish in loads:
-            self._busy[wish.name] = self._threads.submit(self._load, wish)
-        for name in unloads:
-            self._busy[name] = self._threads.submit(self._unload, name)
-        errors = {name: failure.text for name, failure in self._failed.items() if name not in good}
-        return AdapterReport(mark(text), {name: digest[:LOADED_DIGITS] for name, digest in good.items()}, errors)
-
-    def _settle(self, wishes: Mapping[str, AdapterWish]) -> None:
-        """Take what has ended; forget failures of what nobody wishes any more."""
+            wishes, loaded = wishes_of(text), self.engine.loaded()
+        except (AdapterError, msgspec.MsgspecError) as error:
+            return AdapterReport(errors={"": str(error)[:_LONGEST_ERROR]})
         for name in [name for name, future in self._busy.items() if future.done()]:
-            error = self._busy.pop(name).exception()
-            known = self._failed.pop(name, None)
-            if error is not None:
-                tries = 1 if known is None else known.tries + 1
-                logger.warning("%s: %s", name, error)
-                delay_s = min(_AGAIN_S[1], _AGAIN_S[0] * 2.0 ** min(tries - 1, 10))
-                self._failed[name] = Failure(str(error)[:_LONGEST_ERROR], tries, self.clock() + delay_s)
-        self._failed = {name: failure for name, failure in self._failed.items() if name in wishes}
+            self._failed.pop(name, None)
+            if (failure := self._busy.pop(name).exception()) is not None:
+                self._failed[name] = Failure(str(failure)[:_LONGEST_ERROR], self.clock() + _AGAIN_S)
+        loads, unloads = changes(wishes, loaded, self._busy, self._failed, self.clock())
+        self._busy |= {wish.name: self._threads.submit(self._load, wish) for wish in loads}
+        self._busy |= {name: self._threads.submit(self._unload, name) for name in unloads}
+        good = {name: digest for name, digest in loaded.items() if name in wishes and _is_right(wishes[name], digest)}
+        errors = {name: failure.text for name, failure in self._failed.items() if name in wishes and name not in good}
+        return AdapterReport({name: digest[:16] for name, digest in good.items()}, errors)
 
     def _load(self, wish: AdapterWish) -> None:
-        folder = self._folder(wish)
-        if not wish.uri.startswith("pvc://"):
+        scheme, _, path = wish.uri.partition("://")
+        folder = self.root / "claims" / path if scheme == "pvc" else self._fetched(wish.name)
+        if scheme != "pvc":
             fetch(wanted(wish.uri, str(folder)), Progress(io.StringIO()))
         try:
             digest = self.engine.load(wish.name, str(folder.relative_to(self.root)))
-        except Refused:
+        except AdapterError:
             shutil.rmtree(self._fetched(wish.name), ignore_errors=True)  # others may be there at the next try
             raise
         if not _is_right(wish, digest):
             self._unload(wish.name)
-            raise FetchError("DigestDiffers", f"the digest of the files is {digest}, and {wish.digest} is wanted")
+            raise AdapterError(f"the digest of the files is {digest}, and {wish.digest} is wanted")
 
     def _unload(self, name: str) -> None:
         self.engine.unload(name)
         shutil.rmtree(self._fetched(name), ignore_errors=True)
-
-    def _folder(self, wish: AdapterWish) -> Path:
-        scheme, _, rest = wish.uri.partition("://")
-        return self.root / "claims" / rest if scheme == "pvc" else self._fetched(wish.name)
 
     def _fetched(self, name: str) -> Path:
         return self.root / "fetched" / hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -206,7 +168,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main() -> None:
     """Run until SIGTERM."""
     args = parse(None)
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
     # The first process of a container gets no signal that it has no handler for; an unload may wait for hours.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     api, administration = (f"http://127.0.0.1:{port}" for port in (args.port, args.admin_port))
