@@ -272,6 +272,14 @@ def test_a_pool_that_cannot_have_an_adapter_says_so_and_keeps_what_serves(of, ur
     assert why in status["conditions"][1]["message"]
 
 
+def test_a_pool_that_cannot_have_an_adapter_any_more_keeps_it_where_it_is():
+    made = adapted(uri="pvc://others/a")
+    wishes = wishes_text(_wishes(made, pool(engine={"lora": {"claims": ["others"]}})))
+    there = pod("pod-0", wishes, AdapterReport({version(made): "d"}))
+    served = adapted(uri="pvc://others/a", told={"name": version(made), "since": "2026-11-01T00:00:00Z"})
+    assert not plan_adapters([served], [TINY], {"tiny": [there]}, NOW).writes
+
+
 def test_a_claim_of_the_pool_is_no_reason_to_refuse():
     assert plan_adapters([adapted(uri="pvc://sets/a")], [TINY], {"tiny": [pod("p")]}, NOW).writes
 
@@ -309,6 +317,6 @@ def written(plan):
     return [of.ref.name for of, _ in plan.writes]
 
 
-def _wishes(made):
-    ((_, text),) = plan_adapters([made], [TINY], {"tiny": [pod("x")]}, NOW).writes
+def _wishes(made, of=TINY):
+    ((_, text),) = plan_adapters([made], [of], {"tiny": [pod("x")]}, NOW).writes
     return wishes_of(text).values()

@@ -153,7 +153,7 @@ def _placed(
             problems={name: why for name, e in errors.items() if (why := e.get(new.name) or e.get("", ""))},
         )
         held += _holders(new, chosen, pods)
-    if state.served != new.name:
+    if state.refused or state.served != new.name:
         for old in [pod.asked[state.served] for pod in pods if state.served in pod.asked][:1]:
             held += _holders(old, chosen, pods)
     if not state.is_settled(now):
