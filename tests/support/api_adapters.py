@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 REFUSED_LORA = [
+    (
+        "{model: {uri: hf://o/n}, engine: {type: custom, image: i, adapters: [{name: a, uri: hf://o/a}]}}",
+        "remove adapters and use args",
+    ),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, and set lora and their spec.adapter"),
     ("{model: {uri: hf://o/n}, engine: {type: vllm, lora: {}}}", "or name the adapters in adapters"),
     ("engine: {lora: {}, args: [--max-loras=4]}", "needs the administration where it is: remove them from args"),

@@ -158,10 +158,6 @@ REFUSED_POOLS = [
         "{model: {uri: hf://o/n}, engine: {type: custom, image: i, tensorParallel: 2}}",
         "remove tensorParallel and dataParallel and use args",
     ),
-    (
-        "{model: {uri: hf://o/n}, engine: {type: custom, image: i, adapters: [{name: a, uri: hf://o/a}]}}",
-        "remove adapters and use args",
-    ),
     *(
         (
             f"{{model: {{uri: hf://o/n}}, engine: {{type: custom, image: i, {setting}: {value}}}}}",
