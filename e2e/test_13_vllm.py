@@ -21,9 +21,10 @@ from treeline_wire import ports
 
 from e2e.cluster.images import ENGINES, VLLM
 from e2e.kit.faults import kill_runtime
+from e2e.kit.hub import hub
 from e2e.kit.kube import condition
 from e2e.kit.system import Installed
-from e2e.kit.vllm import hub, vllm_pool
+from e2e.kit.vllm import vllm_pool
 
 pytestmark = [
     pytest.mark.engines,

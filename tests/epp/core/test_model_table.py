@@ -138,3 +138,53 @@ def test_no_claim_newer_than_a_pool_gets_the_requests_for_its_name() -> None:
         assert table.resolve("llama").pool == "theirs"
     older = ModelRule("older", "llama", "taker", created="0")
     assert ModelTable(served, [older], pools).resolve("llama").pool == "taker"
+
+
+ADAPTED = rule("s", "sql", adapter="sql@0123456789")
+
+
+def test_a_rules_adapter_gets_its_requests_and_those_of_targets_that_name_the_rule():
+    served = {"a": ["own", "sql@0123456789"]}
+    canary = rule("r", targets=(("sql", 1), ("own", 1)), criticality="Critical")
+    table = ModelTable(served, [ADAPTED, canary], POOLS)
+    assert table.resolve("sql") == ModelTarget("a", "sql@0123456789")
+    assert table.resolve("chat", 0.1) == ModelTarget("a", "sql@0123456789", "Critical")
+    assert table.resolve("chat", 0.9) == ModelTarget("a", "own", "Critical")
+    assert table.names() == ["own", "chat", "sql"], "versions are the operator's matter"
+
+
+def test_an_adapter_that_is_not_loaded_yet_is_not_the_model_without_it():
+    waits = rule("s", "sql", adapter="sql@")
+    assert ModelTable({"a": ["own"]}, [waits], POOLS).resolve("sql").target == "sql@"
+
+
+def test_versions_of_adapters_take_no_alias_and_no_nameless_request_from_the_only_model():
+    table = ModelTable({"a": ["own", "sql@0123456789"]}, [rule("r")], POOLS)
+    assert table.resolve("chat").target == "own"
+    assert table.resolve(None).target == "own"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("own:lora", ModelTarget("a", "lora")),
+        ("own:sql", ModelTarget("a", "sql@0123456789")),
+        ("o:w:lora", ModelTarget("a", "lora")),
+        ("own:l:b", ModelTarget("a", "l:b")),
+        ("own:x:y", ModelTarget("a", "own:x:y")),
+        ("own:none", None),
+        ("other:lora", None),
+        ("lora", ModelTarget("a", "lora")),
+        (":lora", None),
+        ("own:", None),
+        (":" * 4096, None),
+    ],
+)
+def test_base_and_adapter_name_the_adapter(name, expected):
+    served = {"a": ["own", "o:w", "lora", "l:b", "own:x:y"], "b": ["other"]}
+    table = ModelTable(served, [ADAPTED], POOLS)
+    if expected is None:
+        with pytest.raises(ModelNotFound):
+            table.resolve(name)
+    else:
+        assert table.resolve(name) == expected

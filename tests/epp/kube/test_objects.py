@@ -200,6 +200,21 @@ def test_models_become_rules() -> None:
     assert read_model(raw(obj)) is None, "its name is free"
 
 
+def test_an_adapter_answers_once_the_operator_says_what_engines_call_it() -> None:
+    obj = own_model("m", "a", model="sql", adapter={"uri": "hf://o/a", "digest": "0" * 16})
+    waits = read_model(raw(obj))
+    assert waits is not None
+    assert waits.adapter == "sql@", "which no engine serves"
+    for status, expected in (
+        ({}, "sql@"),
+        ({"adapter": {"loaded": 0}}, "sql@"),
+        ({"adapter": {"name": "sql@1"}}, "sql@1"),
+    ):
+        told = read_model(raw({**obj, "status": status}))
+        assert told is not None
+        assert told.adapter == expected
+
+
 PODS = st.builds(
     lambda name, ip, ready, pool, gone, ports: pod(
         name,

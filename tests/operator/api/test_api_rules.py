@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from support.api_adapters import REFUSED_LORA, REFUSED_MODELS_WITH_ADAPTERS
 from support.api_flow_control import ACCEPTED_FLOW_CONTROL, REFUSED_FLOW_CONTROL
 from support.api_hostile import HOSTILE_ENDS, HOSTILE_STRINGS, HOSTILE_WORDS
 from support.api_prefill import REFUSED_PREFILL
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
 REFUSED_POOLS = [
     *REFUSED_PREFILL,
+    *REFUSED_LORA,
     *REFUSED_FLOW_CONTROL,
     ("model: {uri: az://bucket/model}", "no model URI: write hf://org/name"),
     ("model: {uri: hf://name}", "write hf://org/name or hf://org/name@revision"),
@@ -146,7 +148,6 @@ REFUSED_POOLS = [
         for ranks in (2, 6, 16)
     ),
     ("accelerator: {nodes: 0}", "accelerator.nodes"),
-    ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 and the following ones"),
     (
         "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}",
@@ -156,10 +157,6 @@ REFUSED_POOLS = [
     (
         "{model: {uri: hf://o/n}, engine: {type: custom, image: i, tensorParallel: 2}}",
         "remove tensorParallel and dataParallel and use args",
-    ),
-    (
-        "{model: {uri: hf://o/n}, engine: {type: custom, image: i, adapters: [{name: a, uri: hf://o/a}]}}",
-        "remove adapters and use args",
     ),
     *(
         (
@@ -276,6 +273,7 @@ REFUSED_POOLS = [
 REFUSED_MODELS = [
     ("targetModels: [{name: a, weight: 1}, {name: b}]", "give every target a weight, or none"),
     ("fallbackPools: [{name: tiny}]", "remove it from fallbackPools"),
+    *REFUSED_MODELS_WITH_ADAPTERS,
 ]
 GROUPS = "{accelerator: {nodes: 2}, engine: {tensorParallel: 2}}"
 REFUSED_NAMES = [

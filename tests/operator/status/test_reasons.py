@@ -22,6 +22,11 @@ ELSEWHERE = {
     Reason.POOL_NOT_FOUND,
     Reason.MODEL_NAME_IN_USE,
     Reason.WEIGHTS_INVALID,
+    # Of adapters: test_adapters.py of the plan
+    Reason.ADAPTER_LOADED,
+    Reason.ADAPTER_LOADING,
+    Reason.ADAPTER_FAILING,
+    Reason.ADAPTER_REFUSED,
     # Events of the operator's own deeds
     Reason.CREATED,
     Reason.APPLIED,

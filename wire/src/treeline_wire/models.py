@@ -72,6 +72,7 @@ class ModelRule(msgspec.Struct, frozen=True):
 
     `targets`: names that the pool's engines know, or names of another pool behind the same gateway, with weights on all
     or none. Without targets the rule asks for `model_name` itself, or, as an alias, for the pool's only model.
+    `adapter`: what the engines call the adapter that answers for the name; None if none does.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ModelRule(msgspec.Struct, frozen=True):
     fallback_pools: tuple[str, ...] = ()
     created: str = ""
     uid: str = ""
+    adapter: str | None = None
 
     @property
     def age(self) -> tuple[str, str, str]:

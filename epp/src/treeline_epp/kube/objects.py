@@ -157,6 +157,19 @@ class ModelSpec(msgspec.Struct, rename="camel"):
     criticality: str | None = None
     target_models: list[_Target] | None = None
     fallback_pools: list[_Ref] | None = None
+    adapter: dict[str, object] | None = None
+
+
+class _AdapterStatus(msgspec.Struct):
+    name: str = ""
+
+
+class _ModelStatus(msgspec.Struct):
+    adapter: _AdapterStatus | None = None
+
+
+class _Model(Specified[ModelSpec]):
+    status: _ModelStatus | None = None
 
 
 def read_model(data: msgspec.Raw) -> ModelRule | None:
@@ -168,6 +181,7 @@ def read_model(data: msgspec.Raw) -> ModelRule | None:
     meta, spec = found.metadata, found.spec
     if meta.deletion_timestamp is not None:
         return None
+    served = found.status.adapter if found.status is not None else None
     return ModelRule(
         name=meta.name,
         model_name=spec.model_name,
@@ -177,8 +191,10 @@ def read_model(data: msgspec.Raw) -> ModelRule | None:
         fallback_pools=tuple(ref.name for ref in spec.fallback_pools or ()),
         created=meta.creation_timestamp or "",
         uid=meta.uid,
+        # Until one is loaded, the name is nobody's: the model without the adapter must not answer.
+        adapter=None if spec.adapter is None else (served and served.name) or f"{spec.model_name}@",
     )
 
 
 _CRITICALITY: dict[str, Criticality] = {name: name for name in get_args(Criticality)}
-_decode_model = msgspec.json.Decoder(Specified[ModelSpec]).decode
+_decode_model = msgspec.json.Decoder(_Model).decode

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+from treeline_wire.live_adapters import is_version
 from treeline_wire.models import Criticality, ModelRule, PoolClaim, decide_names
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -56,6 +57,8 @@ class Adapters(msgspec.Struct, frozen=True):
 
 
 NO_ADAPTERS: Final = Adapters()
+_LONGEST_NAME: Final = 512
+"""Characters of a model's name in which a base model is looked for."""
 
 
 class Alike(NamedTuple):
@@ -135,6 +138,8 @@ class ModelTable:
         decided = decide_names(everything, claims)
         self.verdicts, self._holders = decided.verdicts, decided.holders
         self._served = {pool: tuple(models) for pool, models in served.items()}
+        self._own = {pool: tuple(m for m in models if not is_version(m)) for pool, models in self._served.items()}
+        """Without the versions of rules' adapters."""
         self._engines: dict[str, str] = {}
         for pool, models in self._served.items():
             for model in models:
@@ -154,16 +159,32 @@ class ModelTable:
             name = self._only_name()
         rule = self._rules.get(name)
         if rule is not None:
+            if rule.adapter is not None:
+                return ModelTarget(rule.pool, rule.adapter, rule.criticality)
             target = _draw(rule.targets, random) if rule.targets else self.name_at(rule.pool, name)
+            if (other := self._rules.get(target)) is not None and other.adapter is not None:
+                return ModelTarget(other.pool, other.adapter, rule.criticality)
             # A rule for a name that its own pool had before leads to no other pool, whatever its engines report.
             holder = self._holders[self._gateways[rule.pool], name]
             leaves = bool(rule.targets) and holder.kind == "InferenceModel"
             home = self._home(rule.pool, target) if leaves else rule.pool
             return ModelTarget(home, target, rule.criticality, rule.fallback_pools)
         pool = self._engines.get(name)
-        if pool is None:
-            raise ModelNotFound(name)
-        return ModelTarget(pool, name)
+        if pool is not None:
+            return ModelTarget(pool, name)
+        if (adapter := self._without_base(name)) is not None:
+            return self.resolve(adapter, random)
+        raise ModelNotFound(name)
+
+    def _without_base(self, name: str) -> str | None:
+        """Return NAME of `BASE:NAME`, SGLang's way to name an adapter: both are names of one pool."""
+        for at in (at for at, char in enumerate(name[:_LONGEST_NAME]) if char == ":"):
+            base, adapter = name[:at], name[at + 1 :]
+            rule = self._rules.get(adapter)
+            pool = self._engines.get(adapter) if rule is None else rule.pool
+            if base in self._served.get(pool or "", ()):
+                return adapter
+        return None
 
     def _home(self, pool: str, target: str) -> str:
         """Return the pool whose engines know `target`: the rule's own before another behind its gateway."""
@@ -174,15 +195,16 @@ class ModelTable:
 
     def name_at(self, pool: str, target: str) -> str:
         """Return the name to use with a pool's engines: `target`, or that of the only model they serve."""
-        models = self._served.get(pool, ())
+        models = self._own.get(pool, ())
         return models[0] if len(models) == 1 else target
 
     def names(self) -> list[str]:
-        """Return all model names for requests, each once: those of engines in the pools' order, then the rules'."""
-        return list(dict.fromkeys([*self._engines, *self._rules]))
+        """Return all model names for requests, each once: those of engines in the pools' order, then the rules'. The
+        versions of a rule's adapter are left out."""
+        return list(dict.fromkeys([*(name for name in self._engines if not is_version(name)), *self._rules]))
 
     def _only_name(self) -> str:
-        served = {(pool, model) for pool, models in self._served.items() for model in models}
+        served = {(pool, model) for pool, models in self._own.items() for model in models}
         pools = {pool for pool, _ in served} | {rule.pool for rule in self._rules.values()}
         if len(pools) == 1:
             if len(served) == 1:

@@ -9,7 +9,7 @@ Status = Literal["True", "False", "Unknown"]
 
 
 class ConditionType(StrEnum):
-    """The conditions of an InferencePool, and `ACCEPTED` of an InferenceModel."""
+    """The conditions of an InferencePool; `ACCEPTED` and `ADAPTER_LOADED` of an InferenceModel."""
 
     polarity: Status
     """The healthy status."""
@@ -43,6 +43,11 @@ class ConditionType(StrEnum):
     )
     WARNINGS = "Warnings", "False", "Part of the spec has no effect or will not work."
     ACCEPTED = "Accepted", "True", "The InferenceModel's name is served."
+    ADAPTER_LOADED = (
+        "AdapterLoaded",
+        "True",
+        "The wanted pods have the InferenceModel's adapter. Only with spec.adapter.",
+    )
 
 
 class ReasonInfo(NamedTuple):
@@ -438,6 +443,24 @@ class Reason(StrEnum):
         "WeightsInvalid",
         "The weights of targetModels are invalid.",
         "Give every target a weight of 1 or more, or give none.",
+    )
+    ADAPTER_LOADED = _well("AdapterLoaded", "The wanted pods have loaded the adapter.")
+    ADAPTER_LOADING = _passes(
+        "AdapterLoading",
+        "Pods load the adapter; an earlier version serves meanwhile.",
+        "Wait; a pod that stays silent says more in `kubectl logs POD -c adapters`.",
+    )
+    ADAPTER_FAILING = _needs_you(
+        "AdapterFailing",
+        "Pods cannot load the adapter; an earlier version serves meanwhile. It is tried again.",
+        "Correct spec.adapter, the files, or the credentials in engine.lora of the pool, as the message says.",
+        patience_s=15,
+    )
+    ADAPTER_REFUSED = _needs_you(
+        "AdapterRefused",
+        "The pool cannot load the adapter.",
+        "Correct poolRef, or engine.lora of the pool as the message says.",
+        patience_s=15,
     )
     # Actions of the operator (Events only)
     CREATED = _well("Created", "The operator created an object.")

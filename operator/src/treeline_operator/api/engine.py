@@ -12,6 +12,10 @@ from treeline_wire import ports
 from treeline_operator.api.parts import (
     LABEL_VALUE_PATTERN,
     LIST_MAP,
+    SET,
+    DnsName,
+    KeyRef,
+    NamedRef,
     Part,
     Resources,
     ServedName,
@@ -107,6 +111,7 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
 }
 """Flags that the operator sets and that `args` must not override, each with its field: otherwise pods would listen
 elsewhere, or differ from the field."""
+LORA_FLAGS: Final = ("--lora-root", "--max-loras", "--max-lora-rank", "--admin-host", "--admin-port")
 ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
 TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
 
@@ -215,6 +220,21 @@ class Adapter(Part):
     """Where its weights are, as in `model.uri`."""
 
 
+class LiveAdapters(Part):
+    """Room for the adapters of InferenceModels, which pods load and unload while they run."""
+
+    slots: Annotated[StrictInt, Field(ge=1, le=256)] = 8
+    """Most adapters on the device at once; further ones wait in host memory."""
+    max_rank: Annotated[StrictInt, Field(ge=1, le=1024)] = 64
+    """The highest rank. Each slot has room for it."""
+    claims: Annotated[tuple[DnsName, ...], Field(max_length=8, json_schema_extra=SET)] = ()
+    """PersistentVolumeClaims of pvc:// adapters, which all pods mount read-only."""
+    token_secret_ref: KeyRef | None = None
+    """Secret with the Hugging Face token, for gated adapters. The engine does not see it."""
+    credentials_secret_ref: NamedRef | None = None
+    """Secret whose keys are environment variables of the download, as in `model.credentialsSecretRef`."""
+
+
 class Engine(Part):
     """The server in the pods and its settings. A setting that the engine lacks is refused."""
 
@@ -240,8 +260,18 @@ class Engine(Part):
         ),
         forbidden(
             "self.type != 'treeline' || !has(self.adapters) || self.adapters.size() == 0",
-            "engine treeline cannot load adapters: remove adapters, or use engine sglang or vllm",
+            "engine treeline loads adapters of InferenceModels: remove adapters, and set lora and their spec.adapter",
             field=".adapters",
+        ),
+        forbidden(
+            "self.type == 'treeline' || !has(self.lora)",
+            "only engine treeline loads adapters while it runs: remove lora, or name the adapters in adapters",
+            field=".lora",
+        ),
+        forbidden(
+            f"!has(self.lora) || !({args_say(LORA_FLAGS)})",
+            f"lora sets {', '.join(LORA_FLAGS)}, and needs the administration where it is: remove them from args",
+            field=".args",
         ),
         forbidden(
             "self.type != 'custom' || ((!has(self.tensorParallel) || self.tensorParallel == 1)"
@@ -314,7 +344,9 @@ class Engine(Part):
     schedule_policy: PolicyName | None = None
     """Order of waiting requests."""
     adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
-    """LoRA adapters."""
+    """LoRA adapters of sglang and vllm, which pods load as they start."""
+    lora: LiveAdapters | None = None
+    """Lets pods load adapters of InferenceModels (`spec.adapter`) while they run; for treeline."""
     resources: Resources | None = None
     """Resources of the runtime. Default requests on GPUs: 2 CPUs and 4Gi per device, and half of model.size (4Gi more
     per device if unknown); everywhere hostCache. `/dev/shm` counts as memory of the container."""

@@ -104,6 +104,12 @@ class PoolSpec(Part):
             field=".accelerator.nodes",
         ),
         forbidden(
+            "self.accelerator.nodes == 1 || !has(self.engine.lora)",
+            "adapters are loaded by one pod, not by several that share the model: remove engine.lora, or set"
+            " accelerator.nodes to 1",
+            field=".engine.lora",
+        ),
+        forbidden(
             "self.accelerator.nodes == 1 || self.engine.dataParallel == 1",
             "one copy of the model cannot span pods that hold several: set accelerator.nodes or dataParallel to 1",
             field=".engine.dataParallel",

@@ -11,6 +11,7 @@ from typing import Final
 
 from pydantic import ValidationError
 from treeline_kube.yaml_depth import MOST_DEPTH, is_too_deep
+from treeline_wire import labels
 
 from treeline_operator.api.conditions import Reason
 from treeline_operator.api.model import InferenceModel
@@ -23,6 +24,7 @@ from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Pla
 
 log = logging.getLogger(__name__)
 
+_ADAPTERS: Final = f'"{labels.ADAPTERS}"'.encode()
 _KINDS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
 
 
@@ -66,6 +68,12 @@ class Observer:
     def pools(self, namespace: str) -> tuple[InferencePool, ...]:
         """The namespace's pools, oldest first."""
         return self._pools(self.store.of_kind(API_VERSION, POOL, namespace))
+
+    def adapter_pods(self, namespace: str, pool: str) -> Iterator[Observed]:
+        """The pods of a pool that can load adapters while they run."""
+        for observed in self.store.pool_children(namespace, pool):
+            if observed.ref.kind == "Pod" and _loads_adapters(observed):
+                yield observed
 
     def gateway_world(self, namespace: str, name: str, now: datetime) -> GatewayWorld:
         """A gateway; with no pools if none names it any more."""
@@ -168,6 +176,8 @@ def keys_for_change(change: Change, store: Store) -> set[Key]:
             keys.add(Key("models", ref.namespace))
         return keys  # what this means for other pools of the gateway, its reconciliation finds out and tells them
     keys = set()
+    if ref.kind == "Pod" and any(one is not None and _loads_adapters(one) for one in (change.before, change.after)):
+        keys.add(Key("models", ref.namespace))
     for membership in change.memberships:
         if membership.pool:
             keys.add(Key("pool", ref.namespace, membership.pool))
@@ -179,6 +189,10 @@ def keys_for_change(change: Change, store: Store) -> set[Key]:
             members = store.gateway_pools(ref.namespace, membership.gateway)
             keys |= {Key("pool", ref.namespace, pool.ref.name) for pool in members}
     return keys
+
+
+def _loads_adapters(pod: Observed) -> bool:
+    return _ADAPTERS in pod.body
 
 
 def _pools_of_model(change: Change) -> Iterator[Key]:

@@ -10,12 +10,16 @@ from datetime import datetime
 from typing import Any, Final, Literal
 
 from treeline_kube.client import Client
-from treeline_kube.errors import Conflict, KubeError, LostLease, NotFound
+from treeline_kube.errors import Conflict, Forbidden, Invalid, KubeError, LostLease, NotFound
+from treeline_wire import labels
+from treeline_wire.models import Names
 
 from treeline_operator.actions import Plan
 from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool, PoolStatus
+from treeline_operator.controller.adapters import heard
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Done, Executor
 from treeline_operator.controller.gateways import AWAITED_S, SETTLED_S, Gateways
@@ -26,6 +30,7 @@ from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Warnings, is_stuck
+from treeline_operator.plan.adapters import AdapterPlan, plan_adapters
 from treeline_operator.plan.facts import condition_of, is_draining
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.gateway import shared as shared_by
@@ -201,18 +206,38 @@ class Reconciler:
         self._alarms.retain(MODEL, key.namespace, by_name)
         pools = self.observer.pools(key.namespace)
         names = names_of(models, pools)
+        adapters = await self._adapters(key, models, pools, names)
         lost = {pool.name: lost_names(pool, names) for pool in pools}
         before = self._lost.get(key.namespace, {})
         self._lost[key.namespace] = lost
         self.wake(Key("pool", key.namespace, pool) for pool in lost if lost[pool] != before.get(pool, ()))
-        statuses = model_statuses(models, pools, self.clock())
+        statuses = model_statuses(models, pools, self.clock(), adapters.states)
         for name, reported in statuses.items():
             model = by_name[name]
             again_s = await self._report(model.ref, model.metadata.uid, dict(model.status), dict(reported))
             due_s = _sooner(due_s, again_s)
         for observed, problem in self.observer.unreadable_models(key.namespace):
             await self._report_problem(observed, problem, ConditionType.ACCEPTED)
-        return Outcome(after_s=due_s)
+        return Outcome(after_s=_sooner(due_s, adapters.again_s))
+
+    async def _adapters(
+        self, key: Key, models: tuple[InferenceModel, ...], pools: tuple[InferencePool, ...], names: Names
+    ) -> AdapterPlan:
+        """Ask the pods of a namespace for their adapters, and tell them which they are to have."""
+        pods = {pool.name: self.observer.adapter_pods(key.namespace, pool.name) for pool in pools}
+        said = dict(zip(pods, await asyncio.gather(*(heard(self.statuses, own) for own in pods.values())), strict=True))
+        unreadable = (one.object.get("spec") or {} for one, _ in self.observer.unreadable_models(key.namespace))
+        unread = {str(spec.get("modelName")) for spec in unreadable}
+        accepted = [model for model in models if not model.deleting and names.verdicts[model.name].accepted]
+        plan = plan_adapters(accepted, pools, said, self.clock(), unread=unread)
+        for pod, text in plan.writes:
+            change = {"metadata": {"uid": pod.uid, "annotations": {labels.ADAPTERS: text}}}
+            try:
+                self.observer.store.put(await self.statuses.patch_merge(pod.ref, change))
+                log.info("pod %s is to have the adapters %s", pod.ref.name, text, extra=_about(key))
+            except (Conflict, NotFound, Forbidden, Invalid) as exc:  # the other pods get theirs
+                log.info("pod %s: %s", pod.ref.name, exc, extra=_about(key))
+        return plan
 
     # ---- what all do ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from treeline_wire.models import HubModel, commits_of, commits_text
 
 from treeline_operator import names
+from treeline_operator.api.parts import KeyRef
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import DOWNLOADED, Source
 from treeline_operator.plan.facts import DOWNLOAD, created, downloaded, find, is_leaving
@@ -155,11 +156,8 @@ def _downloads_volume(pool: InferencePool) -> dict[str, Any]:
     return {"persistentVolumeClaim": {"claimName": cache.claim_name or claim_name(pool.name)}}
 
 
-def init_container(pool: InferencePool, found: Files, image: str, pull_policy: str) -> dict[str, Any] | None:
-    """The container that downloads, None if there is nothing to download. Only it ever sees token and credentials."""
-    if not found.fetches:
-        return None
-    model = pool.spec.model
+def download_env(token: KeyRef | None, *more: dict[str, Any]) -> list[dict[str, Any]]:
+    """The environment of a container that downloads; `token` is Hugging Face's."""
     env: list[dict[str, Any]] = [
         {"name": "HOME", "value": "/tmp"},
         {"name": "HF_HOME", "value": "/tmp/hf"},
@@ -167,20 +165,27 @@ def init_container(pool: InferencePool, found: Files, image: str, pull_policy: s
         {"name": "HF_HUB_DISABLE_PROGRESS_BARS", "value": "1"},
         # Chunks would be cached for a second download, which never happens here.
         {"name": "HF_XET_CHUNK_CACHE_SIZE_BYTES", "value": "0"},
+        *more,
     ]
-    if moving(pool):
-        reference = {"name": names.commits(pool.name), "key": COMMITS, "optional": True}
-        env.append({"name": "TREELINE_COMMITS", "valueFrom": {"configMapKeyRef": reference}})
-    if model.token_secret_ref is not None:
-        reference = {"name": model.token_secret_ref.name, "key": model.token_secret_ref.key}
-        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    if token is not None:
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
+    return env
+
+
+def init_container(pool: InferencePool, found: Files, image: str, pull_policy: str) -> dict[str, Any] | None:
+    """The container that downloads, None if there is nothing to download. Only it ever sees token and credentials."""
+    if not found.fetches:
+        return None
+    model = pool.spec.model
+    commits = {"configMapKeyRef": {"name": names.commits(pool.name), "key": COMMITS, "optional": True}}
+    more = [{"name": "TREELINE_COMMITS", "valueFrom": commits}] if moving(pool) else []
     container: dict[str, Any] = {
         "name": DOWNLOAD,
         "image": image,
         "imagePullPolicy": pull_policy,
         "command": ["python", "-m", "treeline_runtime.fetch"],
         "args": list(found.fetches),
-        "env": env,
+        "env": download_env(model.token_secret_ref, *more),
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
         "terminationMessagePolicy": "File",
         "volumeMounts": [{"name": _VOLUME, "mountPath": DOWNLOADS}, {"name": "tmp", "mountPath": "/tmp"}],

@@ -21,6 +21,7 @@ from treeline_operator.api.engine import Engine as EngineSpec
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.prefill import BOOTSTRAP_PORT, NIXL_PORT
+from treeline_operator.plan import live_adapters
 from treeline_operator.plan.download import Files
 from treeline_operator.plan.objects import TEMPLATE_FILE, Object, http_get, probe
 from treeline_operator.plan.provision import gib
@@ -105,6 +106,11 @@ def metrics_port(pool: InferencePool) -> int | None:
     return _beside(pool, wire.RUNTIME_METRICS) if engine_of(pool).metrics else None
 
 
+def admin_port(pool: InferencePool) -> int:
+    """The port of our runtime's administration, on the pod's loopback."""
+    return _beside(pool, wire.RUNTIME_ADMIN)
+
+
 def hides_hits(pool: InferencePool) -> bool:
     """Whether the command line keeps the pods from reporting cached tokens."""
     return engine_of(pool).hits_by_flag and not tells_hits(pool)
@@ -153,8 +159,8 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port), "--device", "cuda" if gpu else "cpu"]
     # Administration stays on loopback: it requires exec or port-forward rights on the pod.
     args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(metrics)]
-    args += ["--admin-host", "127.0.0.1", "--admin-port", str(_beside(pool, wire.RUNTIME_ADMIN))]
-    args += _settings(pool)
+    args += ["--admin-host", "127.0.0.1", "--admin-port", str(admin_port(pool))]
+    args += [*live_adapters.flags(pool), *_settings(pool)]
     threads = None if gpu or spec.engine.threads else _cpus_of_a_rank(pool)
     if threads is not None:
         args += ["--threads", str(threads)]
@@ -172,6 +178,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
         ports=(*_kv_ports(pool, ("load", wire.LOAD), *gives), ("metrics", metrics)),
         probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
         keys=True,
+        annotations=live_adapters.no_wishes(pool),
         shared_memory=spec.ranks * spec.accelerator.nodes > 1,
         downloads=True,
     )

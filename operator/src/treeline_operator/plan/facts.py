@@ -40,6 +40,8 @@ DOWNLOAD: Final = "model"
 """Name of the init container that fetches the model."""
 CONTAINER: Final = "runtime"
 """Name of the engine's container."""
+ADAPTERS: Final = "adapters"
+"""Name of the container that loads adapters into the engine beside it."""
 
 
 def find(children: Iterable[Observed], kind: str, name: str, group: str | None = None) -> Observed | None:
@@ -218,12 +220,15 @@ def lacking_of(words: str) -> set[str]:
 
 
 def requests(pod: Json) -> dict[str, Decimal]:
-    """The requests that the scheduler counts: the sum of the containers, or an init container's if it needs more."""
+    """The requests that the scheduler counts: the sum of the containers that run together, or an init container's if it
+    needs more."""
     total: dict[str, Decimal] = {}
-    for container in pod.get("containers", ()):
+    inits = pod.get("initContainers", ())
+    beside = [one for one in inits if one.get("restartPolicy") == "Always"]
+    for container in (*pod.get("containers", ()), *beside):
         for name, value in _asked(container).items():
             total[name] = total.get(name, Decimal(0)) + value
-    for container in pod.get("initContainers", ()):
+    for container in inits:
         for name, value in _asked(container).items():
             total[name] = max(total.get(name, Decimal(0)), value)
     return total

@@ -15,7 +15,7 @@ from treeline_operator.api.engine import Accelerator
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import download, facts, provision
+from treeline_operator.plan import download, facts, live_adapters, provision
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step, least_replicas
@@ -326,9 +326,9 @@ class _Planner:
         meet = None if groups or apart else pages
         policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, meet=meet)
         yield from self._apply(policy, "access to the pods")
-        if downloading:
+        if downloading or live_adapters.downloads(self.pool, self.world.gateway.models):
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
-            yield from self._apply(policy, "a pod must download the model")
+            yield from self._apply(policy, "a pod must download the model" if downloading else "pods download adapters")
 
     def _claims(self) -> Iterator[Action]:
         for asked in provision.wanted(self.pool):

@@ -13,9 +13,9 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.api.engine import Accelerator
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import facts, objects
+from treeline_operator.plan import facts, live_adapters, objects
 from treeline_operator.plan.download import Files, files, init_container
-from treeline_operator.plan.engines import KEYS_DIR, TEMPLATE_DIR, Launch, engine_of, start_seconds
+from treeline_operator.plan.engines import KEYS_DIR, TEMPLATE_DIR, Launch, admin_port, engine_of, start_seconds
 from treeline_operator.plan.facts import CONTAINER, DOWNLOAD
 from treeline_operator.plan.facts import pod_template as pod_template_of
 from treeline_operator.plan.merge import TemplateInvalid, laid_over, merged, overruled
@@ -232,8 +232,10 @@ def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, i
         spec["tolerations"] = [{"key": accelerator.resource, "operator": "Exists", "effect": "NoSchedule"}]
         if accelerator.class_:
             spec["nodeSelector"] = {accelerator.product_label: accelerator.class_}
-    if fetch is not None:
-        spec["initContainers"] = [{**fetch, "securityContext": security}]
+    beside = live_adapters.container(pool, start.image, images.pull_policy, admin_port(pool), security)
+    first = [{**fetch, "securityContext": security}] if fetch is not None else []
+    if inits := first + ([beside] if beside is not None else []):
+        spec["initContainers"] = inits
     spec["containers"] = [_runtime(pool, found, start, images.pull_policy)]
     spec["volumes"] = _volumes(pool, found, start)
     return spec
@@ -259,7 +261,7 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
         # The last line of a crash, for the pool's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _container_security(pool),
-        "volumeMounts": [*mounted, *found.mounts],
+        "volumeMounts": [*mounted, *found.mounts, *live_adapters.mounts(pool)],
     }
     if start.command:
         container["command"] = list(start.command)
@@ -324,7 +326,7 @@ def _volumes(pool: InferencePool, found: Files, start: Launch) -> list[Object]:
         made.append(secret_volume("kv-keys", names.kv_keys(pool.spec.gateway.name)))
     if (template := pool.spec.model.chat_template_ref) is not None:
         made.append(template_volume("chat-template", template.name, template.key, optional=False))
-    return [*made, *found.volumes]
+    return [*made, *found.volumes, *live_adapters.volumes(pool)]
 
 
 def _container_security(pool: InferencePool) -> Object:

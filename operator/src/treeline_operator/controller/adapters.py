@@ -1,0 +1,44 @@
+"""What pods say of their adapters: the last report that the container beside each engine has logged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+from treeline_kube.client import Client
+from treeline_kube.errors import KubeError
+from treeline_wire.live_adapters import AdapterReport
+
+from treeline_operator.plan.adapters import AdapterPod
+from treeline_operator.plan.facts import ADAPTERS
+from treeline_operator.world import Observed
+
+_PATIENCE_S: Final = 3.0
+"""For the log of a pod whose node is gone; others are read meanwhile."""
+_decode = msgspec.json.Decoder(AdapterReport).decode
+
+
+async def heard(source: Client, pods: Iterable[Observed]) -> list[AdapterPod]:
+    """The pods with what they say; all are asked at once."""
+    return await asyncio.gather(*(_heard(source, pod) for pod in pods))
+
+
+async def _heard(source: Client, pod: Observed) -> AdapterPod:
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            text = await source.logs(pod.ref.namespace, pod.ref.name, ADAPTERS, tail_lines=5)
+    except (KubeError, TimeoutError):
+        return AdapterPod.of(pod, AdapterReport(errors={"": "it does not answer"}))
+    return AdapterPod.of(pod, parse(text))
+
+
+def parse(text: str) -> AdapterReport:
+    """The last line that is a report."""
+    for line in reversed(text.splitlines()):
+        try:
+            return _decode(line)
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+    return AdapterReport()
