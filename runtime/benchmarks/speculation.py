@@ -12,7 +12,9 @@ round.
 - `spec.ngram.accept_length.bN`: tokens that a step with guesses gave a request then.
 - `spec.past.speedup.bN`: the same for answers drawn at temperature 1, which do not repeat themselves, where the engine
   with guesses has given the same ones before.
-- `spec.grammar.speedup.bN`: the same for JSON of which 30 % is forced (`structured.py`), without guesses and
+- `spec.eagle3.speedup.bN`, `spec.eagle3.accept_length.bN`: the same for the tiny model's EAGLE-3 head, and for answers
+  that it was trained on: counting, from numbers drawn at random.
+- `spec.grammar.speedup.bN`: the first for JSON of which 30 % is forced (`structured.py`), without guesses and
   jump-forward ÷ with both. These answers differ: jumps split forced text as the tokenizer does.
 - `spec.simulated80.speedup.bN`: as the first with 3 guesses of which 80 % are taken for right, whatever they are
   (`--speculative-simulate-acceptance 0.8`): the speed of a drafter that costs nothing. These answers are nonsense.
@@ -21,10 +23,13 @@ round.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engine import SHAPES
@@ -38,7 +43,21 @@ DRAWN = SamplingParams(temperature=1.0, seed=1, max_new_tokens=ANSWER, ignore_eo
 JSON = SamplingParams(temperature=0.0, max_new_tokens=400, grammar=schema(30))
 
 
-def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
+HEAD = Path(__file__).resolve().parents[2] / "models" / "tiny-eagle3"
+COUNTED = SamplingParams(temperature=0.0, max_new_tokens=ANSWER)
+Prompt = list[int] | str
+
+
+def drawn(rng: random.Random) -> Prompt:
+    return rng.choices(TOKENS, k=PROMPT)
+
+
+def question(rng: random.Random) -> Prompt:
+    first = rng.randint(1, 99)
+    return f"<|im_start|>user\nCount from {first} to {first + 19}.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def answers(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> tuple[float, list[list[int]]]:
     """→ seconds, tokens"""
     started = time.perf_counter()
     outputs = engine.generate(prompts, params)
@@ -53,13 +72,14 @@ def measure(
     rounds: int,
     params: SamplingParams = GREEDY,
     *,
+    prompt: Callable[[random.Random], Prompt] = drawn,
     same: bool = False,
     before: bool = False,
 ) -> None:
     """same: whether the answers must be. before: whether the first engine has given them before."""
     rng, ratios = random.Random(batch), []
     for round_ in range(rounds + 1):
-        prompts = [rng.choices(TOKENS, k=PROMPT) for _ in range(batch)]
+        prompts = [prompt(rng) for _ in range(batch)]
         if before:
             answers(on, prompts, params)
         found = {engine: answers(engine, prompts, params) for engine in ((on, off) if round_ % 2 else (off, on))}
@@ -68,6 +88,15 @@ def measure(
         if round_:
             ratios.append(found[off][0] / found[on][0])
     report(f"spec.{name}.speedup.b{batch}", statistics.median(ratios))
+
+
+def with_length(name: str, on: Engine, measured: Callable[[], None], batch: int) -> None:
+    """Reports the tokens of a step with guesses, too."""
+    stats = on.scheduler.stats
+    drafts, right = stats.total_drafts, sum(stats.accepted_per_position)
+    measured()
+    length = (sum(stats.accepted_per_position) - right) / (stats.total_drafts - drafts)
+    report(f"spec.{name}.accept_length.b{batch}", 1 + length)
 
 
 def main() -> int:
@@ -84,14 +113,18 @@ def main() -> int:
         with Engine(folder, jump_forward=False, mem_fraction=0.4, **settings) as off:
             with Engine(folder, speculative_algorithm="NGRAM", mem_fraction=0.8, **settings) as on:
                 for batch in BATCHES[:1] if args.quick else BATCHES:
-                    stats = on.scheduler.stats
-                    drafts, right = stats.total_drafts, sum(stats.accepted_per_position)
-                    measure("ngram", on, off, batch, rounds, same=args.shape == "tiny")
-                    length = (sum(stats.accepted_per_position) - right) / (stats.total_drafts - drafts)
-                    report(f"spec.ngram.accept_length.b{batch}", 1 + length)
-                    measure("past", on, off, batch, rounds, DRAWN, same=args.shape == "tiny", before=True)
+                    same = args.shape == "tiny"
+                    one = functools.partial(measure, "ngram", on, off, batch, rounds, same=same)
+                    with_length("ngram", on, one, batch)
+                    measure("past", on, off, batch, rounds, DRAWN, same=same, before=True)
                 for batch in GRAMMARS[:1] if args.quick else GRAMMARS:
                     measure("grammar", on, off, batch, rounds, JSON)
+            if args.shape == "tiny":
+                head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(HEAD)}
+                with Engine(folder, mem_fraction=0.8, **head, **settings) as on:
+                    for batch in BATCHES[:1] if args.quick else BATCHES:
+                        asked = functools.partial(measure, "eagle3", on, off, batch, rounds, COUNTED, prompt=question)
+                        with_length("eagle3", on, functools.partial(asked, same=True), batch)
             simulated = {"speculative_simulate_acceptance": 0.8, "speculative_num_draft_tokens": 3}
             with Engine(folder, mem_fraction=0.8, **simulated, **settings) as on:
                 for batch in SIMULATED[:1] if args.quick else SIMULATED:

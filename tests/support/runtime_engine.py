@@ -72,7 +72,8 @@ _MODELS: dict[str, Decoder] = {}
 
 def dummy_model(config: SchedulerConfig) -> Decoder:
     """Return random weights for `config.model`, made once per directory and context length."""
-    key = f"{config.model} {config.context_length} {config.seed} {config.quantization}"
+    head = config.speculative_draft_model_path
+    key = f"{config.model} {config.context_length} {config.seed} {config.quantization} {head}"
     if key not in _MODELS:
         _MODELS[key] = load_model(config)
     return _MODELS[key]

@@ -128,6 +128,8 @@ ENGINE = {
         f"{BOUND} for one at once on a CPU; 1.8 on a GPU",
     ),
     "spec.ngram.accept_length": detail("tokens", "that a step with guesses gives a request then", "higher"),
+    "spec.eagle3.speedup": detail("×", "the same by an EAGLE-3 head for the tiny model, which counts", "higher"),
+    "spec.eagle3.accept_length": detail("tokens", "that a step with guesses gives a request then", "higher"),
     "spec.past.speedup": detail(
         "×", "tokens a second of drawn answers that were given before, with guesses, by those without", "higher"
     ),

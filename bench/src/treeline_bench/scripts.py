@@ -299,7 +299,9 @@ BENCHMARKS = (
     _benchmark("pull", "Pages of another server", "a long prompt pulled from a peer, or computed", _pull),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),
-    _benchmark("speculation", "Speculative decoding", "tokens guessed ahead, n-grams and simulated", _speculation),
+    _benchmark(
+        "speculation", "Speculative decoding", "tokens guessed ahead, n-grams, a head, and simulated", _speculation
+    ),
     _benchmark(
         "lang-client",
         "The language's client",

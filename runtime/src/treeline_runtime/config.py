@@ -249,6 +249,18 @@ class EngineConfig:
         help="host memory of each rank for adapters, e.g. 4GiB; beyond it the least recently used ones are read again "
         "when they are needed (default: a tenth of what is free)",
     )
+    speculative_algorithm: Literal["off", "NGRAM", "EAGLE3", "STANDALONE"] = setting(
+        "off",
+        group="scheduling",
+        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text and past answers, "
+        "EAGLE3 = by a head of that kind, STANDALONE = by a small model (default: %(default)s)",
+    )
+    speculative_draft_model_path: str | None = setting(
+        None,
+        group="scheduling",
+        metavar="DIR",
+        help="folder of the head or the small model of --speculative-algorithm",
+    )
     enable_return_hidden_states: bool = setting(
         False,
         group="engine",
@@ -420,12 +432,6 @@ class SchedulerConfig(EngineConfig):
         "`custom_params`; repeatable. NAME alone is a built-in one: disallowed_tokens, thinking_budget "
         "(default: none)",
     )
-    speculative_algorithm: Literal["off", "NGRAM"] = setting(
-        "off",
-        group="scheduling",
-        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text and past answers "
-        "(default: %(default)s)",
-    )
     speculative_num_draft_tokens: int = setting(
         7,
         group="scheduling",
@@ -469,6 +475,17 @@ class SchedulerConfig(EngineConfig):
             raise ConfigError("--host-cache needs all ranks of a model on one machine (--nnodes 1)")
         if self.host_cache is not None and self.prefix_cache == "off":
             raise ConfigError("--host-cache keeps pages of the prefix cache, which --prefix-cache off leaves out")
+        self._check_drafter()
+
+    def _check_drafter(self) -> None:
+        named = self.speculative_algorithm in ("EAGLE3", "STANDALONE")
+        if (self.speculative_draft_model_path is not None) != named:
+            raise ConfigError("--speculative-algorithm EAGLE3 or STANDALONE needs --speculative-draft-model-path")
+        if named and (self.pp_size > 1 or self.ep_size > self.tp_size):
+            raise ConfigError(
+                f"--speculative-algorithm {self.speculative_algorithm} is not supported with stages (--pp-size), nor "
+                "for engines that share experts (--dp-size with --ep-size)"
+            )
 
     @property
     def most_guesses(self) -> int:

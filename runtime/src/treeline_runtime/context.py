@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,5 +46,7 @@ class Context:
     """(tokens,) int32, zeros; fused operations write 1 where keys or values are not finite."""
     adapters: AdapterStep | None = None
     """None: no row has one."""
+    entering: list[torch.Tensor] = field(default_factory=list)
+    """What entered the layers of `Decoder.watched`, each (tokens, hidden)."""
     room: torch.Tensor | None = None
     """(tokens, hidden): if given, the next sublayer's result is best put here, where other ranks read it."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
+from treeline_runtime.models.config import read_config
+from treeline_runtime.models.eagle_config import read_eagle
 from treeline_runtime.models.model_config import ModelConfig
 
 GIB = 1 << 30
@@ -15,6 +17,8 @@ DEFAULT_FRACTION = 0.85
 """Share of a CUDA device's memory for weights and KV pool."""
 OTHER_BYTES = 5 * GIB // 4
 """FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for Qwen3-0.6B and Llama-8B, of prompts 0.5 and 0.2)."""
+CHAIN_BYTES = 3 * GIB // 2
+"""What guesses on the device copy: see `scheduler.chains`."""
 LARGEST_GRAPH = 256
 """Sequences: beyond them a step is long enough to hide its launches."""
 _LEAST, _MOST = 256, 4096
@@ -40,6 +44,18 @@ class StepLimits:
 def bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
     """Bytes per token of the KV cache: keys and values of every layer, also of layers with a window, which keep all."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
+
+
+def draft_bytes_per_token(config: EngineConfig, model: ModelConfig, element_bytes: int) -> int:
+    """Bytes per token of what a drafter keeps in the same pages: keys and values, and of a head the token's features.
+    Raises ModelError."""
+    path = config.speculative_draft_model_path
+    if path is None:
+        return 0
+    if config.speculative_algorithm == "STANDALONE":
+        return bytes_per_token(read_config(path), element_bytes)
+    layer = read_eagle(path, model).layer
+    return bytes_per_token(layer, element_bytes) + layer.hidden_size * element_bytes
 
 
 def step_limits(config: SchedulerConfig, model: ModelConfig, cuda_bytes: int | None) -> StepLimits:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.eagle_heads import write_head
 from support.runtime_engine import prompt
 from support.runtime_server import eventually
 from treeline_runtime import Engine, SamplingParams
@@ -22,16 +23,23 @@ PROMPTS = [prompt(seed, 96) for seed in range(6)]
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}], ids=str
+    "sizes",
+    [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "has_head": True}],
+    ids=str,
 )
 def test_pages_of_all_ranks_come_back_from_the_host_and_the_disk(
-    sizes: dict[str, int], checkpoints: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, Any], checkpoints: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sizes, page_bytes = dict(sizes), 1024
+    if sizes.pop("has_head", False):  # rank 0's alone
+        head = write_head(tmp_path / "head", checkpoints[0], (0, 1, 1))
+        sizes |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
+        page_bytes += 4 * (2 * 2 * 16 + 32) * 4
     monkeypatch.setattr(LoadRates, "allows", lambda _self, _tier: True)  # whatever this machine measures
     with Engine(checkpoints[0], **SETTINGS, **sizes) as engine:
         expected = [engine.generate(ids, GREEDY).token_ids for ids in PROMPTS]
     # the host holds two prompts: the others are on the disk
-    settings = SETTINGS | {"host_cache": 60 * 1024, "disk_cache": str(tmp_path)} | sizes
+    settings = SETTINGS | {"host_cache": 60 * page_bytes, "disk_cache": str(tmp_path / "disk")} | sizes
     for warm in (False, True):  # and again after a restart
         with Engine(checkpoints[0], **settings) as engine:
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import forked_ranks
+from support.eagle_heads import write_head
 from support.pooling_models import configured
 from support.processors import Follows
 from support.runtime_engine import prompt
@@ -97,13 +98,23 @@ def test_requests_of_all_kinds_get_the_answers_of_one_rank(
         assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
 
 
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "drafter"), [(SIZES[0], "NGRAM"), (SIZES[1], "NGRAM"), ({"tp_size": 2}, "EAGLE3")], ids=str
+)
 def test_ranks_verify_the_guesses_of_rank_0(
-    sizes: dict[str, int], checkpoints: tuple[Path, Path], alone: list[Any], monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, int],
+    drafter: str,
+    checkpoints: tuple[Path, Path],
+    alone: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 4),)),))
     monkeypatch.setattr(drafting, "WAIT", -1.0)
     monkeypatch.setattr(ngrams, "LENGTHS", (1,))  # it guesses often
+    settings: dict[str, Any] = sizes | {"speculative_algorithm": drafter}
+    if drafter == "EAGLE3":  # with the model's embedding and head, of which each rank has a part
+        settings["speculative_draft_model_path"] = str(write_head(tmp_path / "head", checkpoints[0], (0, 1, 1)))
     drafts, plan_of = [0], table.plan_of
 
     def counted(*args: Any, **kwargs: Any) -> StepPlan:
@@ -112,7 +123,7 @@ def test_ranks_verify_the_guesses_of_rank_0(
         return plan
 
     monkeypatch.setattr(scheduler, "plan_of", counted)
-    for found, expected in zip(answers(checkpoints[0], speculative_algorithm="NGRAM", **sizes), alone, strict=True):
+    for found, expected in zip(answers(checkpoints[0], **settings), alone, strict=True):
         assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
     assert drafts[0] > 20
 

@@ -94,10 +94,10 @@ def test_a_head_that_equals_the_embedding_is_the_embedding(
     assert_same(edit(llama, tie_word_embeddings=True))
     assert caplog.text == ""
     model = ours(llama)
-    assert torch.equal(model._head.weight.to_dense(), model._embedding)
+    assert torch.equal(model._head.weight.to_dense(), model.embedding)
     monkeypatch.setattr(product, "SECOND_COPY_BYTES", 0)
     model = ours(llama)
-    assert model._head.weight is model._embedding
+    assert model._head.weight is model.embedding
 
 
 def test_a_tied_checkpoint_may_have_the_head_alone(llama: Path) -> None:
@@ -320,7 +320,7 @@ def test_dynamic_rope_is_scaled_only_beyond_the_trained_length(
 
 def pages(model: Path, **settings: Any) -> int:
     config = SchedulerConfig(model=str(model), **settings)
-    return num_pages(config, read_config(model), torch.float32, torch.device("cpu"))
+    return num_pages(config, bytes_per_token(read_config(model), 4), torch.device("cpu"))
 
 
 def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(

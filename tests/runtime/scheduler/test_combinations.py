@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.eagle_heads import write_head
 from support.runtime_engine import Harness, prompt, write_config
 from treeline_runtime.messages import FlushReq, TokenOut
 from treeline_runtime.scheduler import drafting, ngrams
@@ -62,6 +63,8 @@ def states(out: TokenOut) -> Any:
         ("dense", "auto", True, 1, "NGRAM"),
         ("windows", "fp8_e4m3", False, 1, "NGRAM"),
         ("gpt-oss", "auto", True, 0, "NGRAM"),
+        ("windows", "fp8_e4m3", True, 1, "EAGLE3"),
+        ("moe", "auto", False, 0, "EAGLE3"),
     ],
 )
 def test_surviving_requests_get_the_tokens_that_they_get_alone(
@@ -71,6 +74,9 @@ def test_surviving_requests_get_the_tokens_that_they_get_alone(
     monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 3),)),))
     monkeypatch.setattr(drafting, "WAIT", -1.0)
     path = write_config(tmp_path, **MODELS[model])
+    head = None
+    if guesses == "EAGLE3":
+        head = str(write_head(tmp_path / "head", path, (0, 1), vocab=range(96), own_embedding=True))
     rng, now = random.Random(f"{model} {kv} {mixed} {depth}"), [0.0]
     engine = Harness(
         path,
@@ -79,6 +85,7 @@ def test_surviving_requests_get_the_tokens_that_they_get_alone(
         mixed_chunk=mixed,
         overlap_depth=depth,
         speculative_algorithm=guesses,
+        speculative_draft_model_path=head,
         max_total_tokens=200,
         waiting_timeout=40.0,
         request_timeout=90.0,

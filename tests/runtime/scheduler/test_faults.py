@@ -29,9 +29,9 @@ def healthy(seed: int, length: int) -> list[int]:
 def poisoned(engine: Harness, monkeypatch: pytest.MonkeyPatch, value: float = torch.inf) -> Harness:
     """Make prompts with POISON overflow from now on, as activations beyond float16 do."""
     model = engine.executor._model
-    embedding = model._embedding.clone()
+    embedding = model.embedding.clone()
     embedding[POISON] = value
-    monkeypatch.setattr(model, "_embedding", embedding)
+    monkeypatch.setattr(model, "embedding", embedding)
     return engine
 
 

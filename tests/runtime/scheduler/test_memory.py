@@ -143,7 +143,7 @@ def test_the_pool_is_sized_from_memory(tiny: Path, monkeypatch: pytest.MonkeyPat
     assert memory.bytes_per_token(model, 2) == per_token // 2
 
     def pages(**settings: object) -> int:
-        return resolve.num_pages(SchedulerConfig(model="x", **settings), model, torch.float32, cpu)  # type: ignore[arg-type]
+        return resolve.num_pages(SchedulerConfig(model="x", **settings), per_token, cpu)  # type: ignore[arg-type]
 
     assert pages(max_total_tokens=100) == 6
     with pytest.raises(ConfigError, match="less than one page"):

@@ -1,15 +1,17 @@
 """A page outside the device: one object with an identity, all of its components, and one checksum.
 
 A page is named by its digest, the hash chain of its tokens and all before them from its namespace on. What made its
-numbers is named by a fingerprint of model and format. A page is its bytes, [layers, 2, page_size, kv_heads, head_dim]
-with keys before values: no part of it can be moved, lost or replaced alone. The checksum covers fingerprint, digest and
-bytes, so a page under another name, of another model, or with a wrong byte anywhere does not pass.
+numbers is named by a fingerprint of model and format. A page is its bytes, what a drafter keeps for its tokens and then
+[layers, 2, page_size, kv_heads, head_dim] with keys before values: no part of it can be moved, lost or replaced alone.
+The checksum covers fingerprint, digest and bytes, so a page under another name, of another model, or with a wrong byte
+anywhere does not pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,20 +57,20 @@ def format_of(
     num_kv_heads: int,
     head_dim: int,
     element_bytes: int,
+    drafter: tuple[Path, int] | None = None,
     also: Iterable[object] = (),
 ) -> PageFormat:
-    """The format of pages that the checkpoint in folder `model` computes. also: further facts on which the numbers
-    depend, such as dtypes."""
+    """The format of pages that the checkpoint in folder `model` computes. drafter: a folder of weights that guess, and
+    the bytes that they keep in a page. also: further facts on which the numbers depend, such as dtypes."""
+    folder, more = (None, 0) if drafter is None else drafter
     shape = (num_layers, 2, page_size, num_kv_heads, head_dim, element_bytes)
     digest = hashlib.blake2b(repr((shape, *also)).encode(), digest_size=FINGERPRINT_BYTES)
-    with contextlib.suppress(FileNotFoundError):  # random weights have a config at most
-        digest.update((model / "config.json").read_bytes())
-        for file in sorted(model.glob("*.safetensors")):
-            digest.update(_facts_of(file))
-    nbytes = element_bytes
-    for size in shape[:-1]:
-        nbytes *= size
-    return PageFormat(digest.digest(), nbytes)
+    for checkpoint in (model,) if folder is None else (model, folder):
+        with contextlib.suppress(FileNotFoundError):  # random weights have a config at most
+            digest.update((checkpoint / "config.json").read_bytes())
+            for file in sorted(checkpoint.glob("*.safetensors")):
+                digest.update(_facts_of(file))
+    return PageFormat(digest.digest(), math.prod(shape) + more)
 
 
 def _facts_of(file: Path) -> bytes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,17 +90,26 @@ class KVPool:
         # one tensor, so that what concerns a token in all layers is one operation; few are there for e4m3, so its
         # bytes are moved
         shape = (num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim)
-        self._all = _zeros(shape, torch.uint8 if self.is_fp8 else dtype, device)
+        self._all = zeros(shape, torch.uint8 if self.is_fp8 else dtype, device)
         self._slots = self._all.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_dim)
         told = self._all.view(E4M3) if self.is_fp8 else self._all
         self.keys = [layer[0] for layer in told]
         self.values = [layer[1] for layer in told]
-        bytes_of_all = self._all.view(num_layers, 2, num_pages + 1, -1).view(torch.uint8)
-        self.page_bytes = self._all[:, :, 0].nbytes
-        # a kernel that copies words is faster than one that copies bytes
-        self._words = bytes_of_all.view(torch.int64) if bytes_of_all.shape[-1] % 8 == 0 else bytes_of_all
+        self.numbers = self._all.view(2 * num_layers, num_pages + 1, -1)
+        """For `take_along` of another pool."""
+        self._parts = [_words(self.numbers)]
+        """Of each page, what is moved: each (parts, pages, words)."""
         self._paged = [(layer[0], layer[1]) for layer in self._all]
         self._flat = [(layer[0], layer[1]) for layer in self._slots]
+
+    def take_along(self, *others: torch.Tensor) -> None:
+        """Lets others (parts, pages, numbers) with the same pages move with them: a page is whole or not there."""
+        self._parts = [*map(_words, others), *self._parts]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page, with what is taken along."""
+        return sum(map(_page_bytes, self._parts))
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores new tokens. slots (tokens,), k and v (tokens, kv_heads, head_dim)."""
@@ -138,41 +148,65 @@ class KVPool:
         return total.isfinite()
 
     def copy_out(self, pages: Sequence[int], to: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Copies pages of all layers to host memory, in parts (pages, bytes of a page), each page laid out [layers, 2,
-        page_size, kv_heads, head_dim]. On CUDA the copies are in stream order."""
-        if not self._words.is_cuda:  # numpy's copies start no threads of their own beside those that compute
-            for page, there in zip(pages, chain.from_iterable(map(self._on_host, to)), strict=True):
-                np.copyto(there.numpy(), self._words[:, :, page].numpy())
+        """Copies pages of all layers to host memory, in parts (pages, bytes of a page), each page with what is
+        taken along, then [layers, 2, page_size, kv_heads, head_dim]. On CUDA the copies are in stream order."""
+        if not self._all.is_cuda:  # numpy's copies start no threads of their own beside those that compute
+            for page, there in zip(pages, chain.from_iterable(to), strict=True):
+                for part, place in zip(self._parts, self._places(there), strict=True):
+                    np.copyto(place, part[:, page].numpy())
             return
-        gathered = self._words.index_select(2, self._numbers(pages)).permute(2, 0, 1, 3).contiguous()
-        for part, there in zip(gathered.split([len(one) for one in to]), to, strict=True):
-            self._on_host(there).copy_(part, non_blocking=True)
+        numbers = self._numbers(pages)
+        taken = [part.index_select(1, numbers).transpose(0, 1).flatten(1).view(torch.uint8) for part in self._parts]
+        gathered = taken[0] if len(taken) == 1 else torch.cat(taken, 1)
+        for some, there in zip(gathered.split([len(one) for one in to]), to, strict=True):
+            torch.from_numpy(there).copy_(some, non_blocking=True)
 
     def copy_in(self, pages: Sequence[int], of: Sequence[npt.NDArray[np.uint8]]) -> None:
         """The reverse of `copy_out`."""
-        if not self._words.is_cuda:
-            for page, there in zip(pages, chain.from_iterable(map(self._on_host, of)), strict=True):
-                np.copyto(self._words[:, :, page].numpy(), there.numpy())
+        if not self._all.is_cuda:
+            for page, there in zip(pages, chain.from_iterable(of), strict=True):
+                for part, place in zip(self._parts, self._places(there), strict=True):
+                    np.copyto(part[:, page].numpy(), place)
             return
-        layers, kinds, _, words = self._words.shape
-        gathered = self._words.new_empty((len(pages), layers, kinds, words))
-        for part, there in zip(gathered.split([len(one) for one in of]), of, strict=True):
-            part.copy_(self._on_host(there), non_blocking=True)
-        self._words.index_copy_(2, self._numbers(pages), gathered.permute(1, 2, 0, 3))
+        sizes = [_page_bytes(part) for part in self._parts]
+        gathered = torch.empty(len(pages), sum(sizes), dtype=torch.uint8, device=self._all.device)
+        for some, there in zip(gathered.split([len(one) for one in of]), of, strict=True):
+            some.copy_(torch.from_numpy(there), non_blocking=True)
+        numbers = self._numbers(pages)
+        for part, taken in zip(self._parts, gathered.split(sizes, 1), strict=True):
+            words = taken.contiguous().view(part.dtype).view(len(pages), len(part), -1)
+            part.index_copy_(1, numbers, words.transpose(0, 1))
 
-    def _on_host(self, pages: npt.NDArray[np.uint8]) -> torch.Tensor:
-        layers, kinds, _, words = self._words.shape
-        return torch.from_numpy(pages).view(self._words.dtype).view(len(pages), layers, kinds, words)
+    def _places(self, page: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[Any]]:
+        """The place of each part in a page on the host."""
+        begin = 0
+        for part in self._parts:
+            end = begin + _page_bytes(part)
+            yield torch.from_numpy(page[begin:end]).view(part.dtype).view(len(part), -1).numpy()
+            begin = end
 
     def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
-        return upload(np.array(pages, dtype=np.int64), self._words.device)
+        return upload(np.array(pages, dtype=np.int64), self._all.device)
 
     def clear(self, pages: Pages) -> None:
-        """Zeroes whole pages in every layer."""
-        self._all.index_fill_(2, torch.from_numpy(pages).to(self._all.device), 0)
+        """Zeroes whole pages in every layer, and what is taken along."""
+        numbers = torch.from_numpy(pages).to(self._all.device)
+        for part in self._parts:
+            part.index_fill_(1, numbers, 0)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """(…, numbers) → the same memory in words: a kernel that copies these is faster than one that copies bytes."""
+    as_bytes = numbers.view(torch.uint8)
+    return as_bytes.view(torch.int64) if as_bytes.shape[-1] % 8 == 0 else as_bytes
+
+
+def _page_bytes(part: torch.Tensor) -> int:
+    return len(part) * part.shape[-1] * part.element_size()
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU memory is used only once written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy asks the system for zeroed memory; torch.zeros would write, and so take, all of it now

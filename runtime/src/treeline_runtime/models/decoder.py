@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,10 @@ from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut, own
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
+
+if TYPE_CHECKING:
+    from treeline_runtime.models.draft_model import DraftModel
+    from treeline_runtime.models.eagle import EagleHead
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +249,10 @@ class Decoder:
     layer_type: type[Layer] = Layer
     pooler: Pooler | None = None
     """Makes vectors of hidden states, if the model is served for these."""
+    drafter: EagleHead | DraftModel | None = None
+    """Guesses what it says next; on rank 0 alone."""
+    watched: tuple[int, ...] = ()
+    """Layers whose input the drafter reads."""
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
         """ranks: the connection of `weights.rank` to the others; None: there are no others."""
@@ -257,12 +265,12 @@ class Decoder:
         weights.ignore(*(f"model.layers.{i}" for i in range(config.num_layers) if i not in layers))
         if not weights.rank.is_last_stage:
             weights.ignore("model.norm")
-        self._embedding, head = _embedding_and_head(config, weights)
+        self.embedding, head = _embedding_and_head(config, weights)
         dtype, device = weights.dtype, weights.device
         # rounded as the embedding is: transformers multiplies with a tensor of that type
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ops = ops_for(device)
-        self._head = None if head is None else float_product(self.ops, head, shared=head is self._embedding)
+        self._head = None if head is None else float_product(self.ops, head, shared=head is self.embedding)
         self._layers = [self.layer_type(config, weights, self.ops, i, ranks) for i in layers]
         self.kv_scales = kv_scales(weights, layers)
         self._norm: torch.Tensor | None = None
@@ -282,15 +290,15 @@ class Decoder:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (tokens,) → (tokens, hidden), a new tensor: the input of the stage's first layer."""
-        if self._embedding is None:
+        if self.embedding is None:
             assert self.ranks is not None
             shape = (len(input_ids), self.config.hidden_size)
             return self.ranks.receive(torch.empty(shape, dtype=self.rope[0].dtype, device=input_ids.device))
         if self.ranks is None:
-            x = F.embedding(input_ids, self._embedding)
+            x = F.embedding(input_ids, self.embedding)
             return x if self._scale == 1 else x * self._scale
-        rows, last = input_ids - self._first, len(self._embedding) - 1
-        x = F.embedding(rows.clamp(0, last), self._embedding)
+        rows, last = input_ids - self._first, len(self.embedding) - 1
+        x = F.embedding(rows.clamp(0, last), self.embedding)
         x = self.ranks.sum(x.masked_fill_(((rows < 0) | (rows > last))[:, None], 0))
         return x * self._scale  # the sum itself is gone at the next one
 
@@ -299,9 +307,11 @@ class Decoder:
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
         ranks = self.ranks
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
             for turn, sublayer in enumerate(layer.sublayers):
                 x, residual = self._join(x, residual, after, sublayer.before, context)
+                if turn == 0 and number in self.watched:
+                    context.entering += [residual.clone()] * self.watched.count(number)
                 if ranks is not None:
                     context.room = ranks.room(x, turn)
                 x, after = sublayer.compute(x, context), sublayer.after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 
 import torch
 
@@ -12,6 +13,9 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.draft_model import DraftModel, check_draft_model
+from treeline_runtime.models.eagle import EagleHead
+from treeline_runtime.models.eagle_config import read_eagle
 from treeline_runtime.models.moe import Exchange, MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
@@ -20,7 +24,7 @@ from treeline_runtime.models.quantization.fp8 import E4M3
 from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE
 from treeline_runtime.models.shards import WHOLE, check_ranks
-from treeline_runtime.models.weights import HEAD, Checkpoint, RandomWeights, Weights
+from treeline_runtime.models.weights import EMBEDDING, HEAD, Checkpoint, RandomWeights, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +97,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Excha
         )  # fmt: skip
     if config.load_format == "dummy":
         random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, rank, experts)
-        return _build(model_config, random, context_length, pooling, ranks, exchange)
+        return _with_drafter(config, _build(model_config, random, context_length, pooling, ranks, exchange))
     with Checkpoint(config.model, dtype, device, scheme, rank, experts) as checkpoint:
         model = _build(model_config, checkpoint, context_length, pooling, ranks, exchange)
         checkpoint.check_all_taken()
@@ -104,8 +108,44 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Excha
             )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # so that the reported time of loading is right
+    model = _with_drafter(config, model)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # returns the memory that stacking weights has left reserved, for the KV pool
+    return model
+
+
+def _with_drafter(config: EngineConfig, model: Decoder) -> Decoder:
+    """The model with the drafter that `config` names. Of several ranks only rank 0 has it: the others get its guesses
+    with the steps that verify them."""
+    path, ranks = config.speculative_draft_model_path, model.ranks
+    if path is None or (ranks is not None and ranks.rank.number):
+        return model
+    if model.pooler is not None:
+        raise ModelError("--speculative-draft-model-path: a model for vectors says nothing that could be guessed")
+    dtype, device, target = model.rope[0].dtype, model.rope[0].device, model.config
+    if config.speculative_algorithm == "STANDALONE":
+        length = model.rope[0].shape[1]
+        check_draft_model(path, config.model, target, length)
+        draft = EngineConfig(model=path, device=str(device), dtype=config.dtype, context_length=length)
+        model.drafter = DraftModel(load_model(draft))
+        return model
+
+    def whole(name: str) -> torch.Tensor:
+        """A matrix of which each rank's model has a part."""
+        dummy = config.load_format == "dummy"
+        random = nullcontext(RandomWeights(config.seed, dtype, device))
+        with random if dummy else Checkpoint(config.model, dtype, device) as weights:
+            is_tied = target.tie_word_embeddings and not weights.has(name)
+            return weights.take(EMBEDDING if is_tied else name, target.vocab_size, target.hidden_size)
+
+    settings = read_eagle(path, target)
+    try:
+        with Checkpoint(path, dtype, device) as weights:
+            model.drafter = EagleHead(settings, weights, model, whole)
+            weights.check_all_taken()
+    except ModelError as error:
+        raise ModelError(f"EAGLE-3 head {path}: {error}") from None
+    model.watched = settings.features
     return model
 
 

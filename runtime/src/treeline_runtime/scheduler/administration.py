@@ -91,6 +91,7 @@ class Residence:
         """The identity of the pages that the model computes with the weights as they are now."""
         config, limits, model = self._config, self._limits, self._architecture[0]
         random = config.seed if config.load_format == "dummy" else None
+        drafter = config.speculative_draft_model_path
         return format_of(
             Path(config.model),
             num_layers=model.num_layers,
@@ -98,6 +99,7 @@ class Residence:
             num_kv_heads=max(model.num_kv_heads, config.tp_size),
             head_dim=model.head_dim,
             element_bytes=limits.kv_dtype.itemsize,
+            drafter=None if drafter is None else (Path(drafter), limits.draft_bytes_per_token * limits.page_size),
             also=(
                 limits.kv_dtype,
                 limits.dtype,
@@ -112,15 +114,16 @@ class Residence:
         )
 
     def open_slab(self, place: str | None = None) -> Slab:
-        """The host memory of the tiers; on other ranks rank 0's `place`. A page has the parts of all ranks, stage by
-        stage. Raises ConfigError."""
+        """The host memory of the tiers; on other ranks rank 0's `place`. A page has what a drafter keeps,
+        which is rank 0's, too, then the parts of all ranks, stage by stage. Raises ConfigError."""
         config, nbytes = self._config, self.page_format().nbytes
         part: slice | None = None
         if self._group is not None:
             rank, layers = self._group.ranks.rank, self._architecture[0].num_layers
-            unit, own = nbytes // layers // rank.count, rank.layers(layers)
-            begin = (own.start * rank.count + rank.index * len(own)) * unit
-            part = slice(begin, begin + len(own) * unit)
+            draft = self._limits.draft_bytes_per_token * self._limits.page_size
+            unit, own = (nbytes - draft) // layers // rank.count, rank.layers(layers)
+            begin = draft + (own.start * rank.count + rank.index * len(own)) * unit
+            part = slice(begin if rank.number else 0, begin + len(own) * unit)
         with told_as_settings(f"--host-cache {config.host_cache}", torch.device("cpu"), hint="make it smaller"):
             return Slab(self._limits.host_pages, nbytes, self._limits.device, part, place)
 

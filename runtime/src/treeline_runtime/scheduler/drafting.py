@@ -139,8 +139,12 @@ class Speculation:
             found.append(token)
         return found if req.constraint is None else found[: self._allowed(req, found)]
 
-    def learn(self, req: Req, taken: Sequence[int]) -> None:
-        """taken: new tokens that a step gave it."""
+    def wanted(self, reqs: Sequence[Req]) -> int:
+        """Guesses that the device should make after a step of these requests."""
+        return 0
+
+    def learn(self, req: Req, taken: Sequence[int], arrived: Sequence[int] = ()) -> None:
+        """taken: new tokens that a step gave it. arrived: guesses of the device for what follows."""
         if req.processor is not None:
             return  # it is called once per token, with state: nothing to guess
         state = req.drafting
@@ -199,6 +203,46 @@ class Speculation:
         return guess == token
 
 
+PROBE = 8
+"""Where no guess pays, one of so many steps makes one, to learn whether it would have been right."""
+
+
+class Chained(Speculation):
+    """Takes its guesses from the device, where a step makes those for the next one (`Chains`)."""
+
+    def __init__(self, most: int, stats: SchedulerStats, jumps: Jumps, *, overlaps: bool) -> None:
+        super().__init__(lambda _: self._arrived, most, stats, jumps, overlaps=overlaps)
+        self._arrived = _Arrived(0, [])
+        """Of the result that is being learnt."""
+        self._steps = 0
+
+    def wanted(self, reqs: Sequence[Req]) -> int:
+        known = ((FIRST_SHARE, 0) if req.drafting is None else (req.drafting.share, req.drafting.depth) for req in reqs)
+        batch, cost = len(reqs), self._stats.step_times.cost(len(reqs))
+        most = max(paying(min(depth_for(batch, share, depth), self._most), share, cost) for share, depth in known)
+        self._steps += 1
+        return most or int(depth_for(batch, 1.0, 0) > 0 and self._steps % PROBE == 0)
+
+    def learn(self, req: Req, taken: Sequence[int], arrived: Sequence[int] = ()) -> None:
+        jumped = len(req.tokens) != req.kv_len + 1
+        self._arrived = _Arrived(len(req.tokens), [] if jumped else list(arrived))
+        if req.drafting is not None:
+            req.drafting.drafter = self._arrived
+        super().learn(req, taken)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Guesses that came with a result. Implements `Drafter`."""
+
+    at: int
+    """They follow so many tokens."""
+    guesses: list[int]
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        return self.guesses[:most] if len(tokens) == self.at else []
+
+
 class Simulated(Speculation):
     """Takes guesses for right at a fixed rate, whatever they are: the speed of a drafter that is not there. The
     outputs are nonsense."""
@@ -238,5 +282,7 @@ def speculation(config: SchedulerConfig, stats: SchedulerStats, jumps: Jumps, *,
     most = config.most_guesses
     if config.speculative_simulate_acceptance is not None:
         return Simulated(config.speculative_simulate_acceptance, most, stats, jumps, overlaps=overlaps)
+    if config.speculative_draft_model_path is not None:
+        return Chained(most, stats, jumps, overlaps=overlaps)
     past = Past()
     return Speculation(past.drafter, most, stats, jumps, overlaps=overlaps, past=past) if most else None

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from treeline_runtime.attention import Layout, new_attention
-from treeline_runtime.config import EngineConfig
+from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.models.adapters import Adapter
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.lora import AdapterPool
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
 from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
+from treeline_runtime.scheduler.chains import Chains
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.launched import Choices, Launched, Pooled, Step
@@ -48,7 +49,7 @@ class Executor:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: SchedulerConfig,
         model: Decoder,
         limits: Resolved,
         group: Group | None = None,
@@ -91,7 +92,10 @@ class Executor:
                 self._slots = AdapterPool(model.sites, *room, limits.dtype, device)
             scoring = shape.scoring.within(table.page_table.shape[1] * limits.page_size)
             self._attention = new_attention(config.attention_backend, self.pool, shape.num_heads, scoring)
-            self._forward = Forward(model, self._attention, table)
+            self._chains: Chains | None = None
+            if model.drafter is not None:
+                self._chains = Chains(model.drafter, model.ops, table, self.pool, limits, config.most_guesses)
+            self._forward = Forward(model, self._attention, table, self._chains)
             self._graphs = DecodeGraphs(self._forward, self._attention, table, limits.max_graph_batch, device)
             self._prompts = PromptGraphs(self._forward, self._attention, table, limits.max_graph_tokens, device)
 
@@ -129,6 +133,8 @@ class Executor:
             for slot, digest in plan.slots.items():
                 assert self._slots is not None
                 self._slots.write(slot, self._adapters[digest])
+            if self._chains is not None:
+                self._chains.follow(plan)
             return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:
@@ -223,7 +229,8 @@ class Executor:
         one = StepPlan([self._table.scratch_row], [0], [length])
         if self._model.pooler is not None:
             return msgspec.structs.replace(one, whole=[True])
-        return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
+        chain = int(self._chains is not None)
+        return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0], chain=chain)
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
@@ -341,6 +348,8 @@ class Executor:
     def _read_back(self, launched: Launched, step: Step) -> None:
         checks = [check for check in (step.allowed, step.sound) if check is not None]
         launched.read_back(step.kv_finite, *step.tokens, *checks)
+        if self._chains is not None and step.plan.chain:
+            launched.guesses = self._chains.guess(step.plan, step.tokens.ids)
         if wanted := step.plan.logprobs:
             where = upload(np.array(list(wanted)), self._device)
             launched.logprobs = Logprobs(step.logits[where].float(), step.tokens.ids[where], max(wanted.values()))

@@ -15,6 +15,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.ops import Tables
 from treeline_runtime.sampling.noise import row_keys
+from treeline_runtime.scheduler.chains import Chains
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.transfer import upload
 
@@ -147,8 +148,11 @@ def _scatter(table: torch.Tensor, where: npt.NDArray[np.int64], values: npt.NDAr
 class Forward:
     """Model, attention and tables together."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, table: DeviceTables) -> None:
+    def __init__(
+        self, model: Decoder, attention: AttentionBackend, table: DeviceTables, chains: Chains | None = None
+    ) -> None:
         self._model = model
+        self._chains = chains
         self._attention = attention
         self._table = table
 
@@ -172,6 +176,8 @@ class Forward:
         x = self._model.embed(found.ids)
         ranks = self._model.ranks
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
+        if self._chains is not None and self._model.watched:
+            self._chains.extend(rows, positions, context.entering)
         if ranks is not None:  # each of a stage has other heads
             finite = ranks.sum(finite.float()) == ranks.rank.count
         return hidden, finite

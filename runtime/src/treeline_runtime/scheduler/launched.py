@@ -37,6 +37,8 @@ class Sampled:
     """The step's contribution to its vector."""
     hidden_states: npt.NDArray[np.float32] | None = None
     """(tokens of the sequence in this step but for wrong guesses, hidden), if requested."""
+    guesses: list[int] = field(default_factory=list)
+    """What the drafter on the device says follows these tokens, if it was asked."""
     failed: str | None = None
 
 
@@ -117,6 +119,8 @@ class Launched:
         """Sequence → logprobs of some of its prompt tokens, in order."""
         self.logprobs: Logprobs | None = None
         """Log probabilities of the sampled tokens, for the rows in `StepPlan.logprobs`."""
+        self.guesses: tuple[list[int], Readback] | None = None
+        """Sequences; for each the number of right guesses in the step, and guesses for the next one."""
         self.pooled: Pooled | None = None
         self.hidden_states: list[tuple[int, Readback]] = []
         """Sequence → hidden states of its tokens."""
@@ -145,6 +149,11 @@ class Launched:
                 if not kv_finite[start : end - result.wrong].all():
                     result.failed = NOT_FINITE
         self._take_logprobs(results)
+        if self.guesses is not None:
+            sequences, copies = self.guesses
+            for i, (right, *guesses) in zip(sequences, copies.get()[0].tolist(), strict=True):
+                if len(results[i].tokens) == 1 + right:  # else a right guess does not count, as the next one failed
+                    results[i].guesses = guesses
         for i, vector, is_finite in self.pooled.get() if self.pooled is not None else ():
             results[i].pooled = vector
             if not is_finite:

@@ -67,6 +67,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     drafts: dict[int, list[int]] = {}
     """Sequence → its last tokens, where these are guesses. Written to the token table, too. A token is sampled after
     each of them and before the first, so the sequence is in `sampling` once more than it has guesses."""
+    chain: int = 0
+    """Guesses that the drafter on the device makes for what follows the sampled tokens of each sequence."""
     right: dict[int, int] = {}
     """Sequence → how many of its guesses are taken for right, whatever is sampled; for measurements of speed."""
     sampling: list[int] = []

@@ -18,8 +18,10 @@ import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.memory import (
+    CHAIN_BYTES,
     DEFAULT_FRACTION,
     bytes_per_token,
+    draft_bytes_per_token,
     kv_budget,
     reserved_bytes,
     resolve_context_length,
@@ -35,14 +37,12 @@ CPU_POOL_LIMIT = 1 << 30
 """Bytes kept free on a CPU, where the pool shares the machine."""
 
 
-def num_pages(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, reserved: int = 0
-) -> int:
+def num_pages(config: EngineConfig, token_bytes: int, device: torch.device, reserved: int = 0) -> int:
     """From `max_total_tokens`, else from memory. Raises ConfigError if not even a page fits, or not all of them.
 
-    reserved: device memory taken besides the pool: tables, workspaces, graphs.
+    token_bytes: of a token in the pool. reserved: device memory taken besides the pool: tables, workspaces, graphs.
     """
-    page_bytes = bytes_per_token(model, dtype.itemsize) * config.page_size
+    page_bytes = token_bytes * config.page_size
     if config.max_total_tokens is None:
         if device.type == "cuda":
             budget = kv_budget(config, *torch.cuda.mem_get_info(device)) - reserved
@@ -65,14 +65,17 @@ def num_pages(
     return pages
 
 
-def num_host_pages(config: SchedulerConfig, model: ModelConfig, dtype: torch.dtype, taken: int) -> int:
-    """Pages of `host_cache`, each with the parts of all ranks. taken: bytes of host memory for other things. Raises
-    ConfigError if none fits, or host memory lacks room."""
+def num_host_pages(
+    config: SchedulerConfig, model: ModelConfig, dtype: torch.dtype, draft_bytes: int, taken: int
+) -> int:
+    """Pages of `host_cache`, each with the parts of all ranks. draft_bytes: of a token, by a drafter. taken: bytes of
+    host memory for other things. Raises ConfigError if none fits, or host memory lacks room."""
     if config.host_cache is None:
         return 0
     # ranks that are more than the heads have copies of them
     heads = max(model.num_kv_heads, config.tp_size)
-    page_bytes = bytes_per_token(model, dtype.itemsize) // model.num_kv_heads * heads * config.page_size
+    token_bytes = bytes_per_token(model, dtype.itemsize) // model.num_kv_heads * heads + draft_bytes
+    page_bytes = token_bytes * config.page_size
     pages, free = config.host_cache // page_bytes, max(_available_memory() - taken, 0)
     if pages == 0:
         raise ConfigError(f"host_cache {config.host_cache} is less than a page, which takes {page_bytes} bytes")
@@ -196,6 +199,8 @@ class Resolved:
     adapter_bytes: int
     """Host memory of a rank for adapters."""
     kv_bytes_per_token: int
+    draft_bytes_per_token: int
+    """Of these, what a drafter keeps."""
     max_running_requests: int
     chunked_prefill_size: int
     overlap_depth: int
@@ -241,8 +246,12 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize, ranks)
     if config.serves_adapters and not on_cpu:
         reserved += pool_bytes(model.sites, config.max_loras, config.max_lora_rank, dtype.itemsize)
-    token_bytes = bytes_per_token(model.own, kv_dtype.itemsize)
-    pages = num_pages(config, model.own, kv_dtype, device, reserved)
+    if model.drafter is not None and not on_cpu:
+        reserved += CHAIN_BYTES
+    # on all ranks, so that they have the same pages, though only rank 0 has the drafter
+    draft_bytes = draft_bytes_per_token(config, model.config, dtype.itemsize)
+    token_bytes = bytes_per_token(model.own, kv_dtype.itemsize) + draft_bytes
+    pages = num_pages(config, token_bytes, device, reserved)
     taken = pages * token_bytes * config.page_size * config.ranks_here if on_cpu else 0
     return Resolved(
         device=device,
@@ -251,9 +260,10 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         context_length=context_length,
         page_size=config.page_size,
         num_pages=pages,
-        host_pages=num_host_pages(config, model.config, kv_dtype, taken),
+        host_pages=num_host_pages(config, model.config, kv_dtype, draft_bytes, taken),
         adapter_bytes=config.max_lora_memory or _available_memory() // 10 // config.ranks_here,
         kv_bytes_per_token=token_bytes,
+        draft_bytes_per_token=draft_bytes,
         max_running_requests=limits.running,
         # chunks end at page boundaries
         chunked_prefill_size=-(-limits.chunk // config.page_size) * config.page_size,

@@ -104,8 +104,7 @@ class Scheduler:
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
         self._processed_at, self._prefills_in_a_row = 0.0, 0
-        self._transport = transport
-        self._group = group
+        self._transport, self._group = transport, group
         self._peers = peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
@@ -242,7 +241,8 @@ class Scheduler:
                 self.decode.running[req.rid] = req
 
     def _compute(self, batch: Batch) -> Launched:
-        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None)
+        chain = 0 if self._speculation is None else self._speculation.wanted(batch.reqs)
+        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None, chain=chain)
         if self.config.cache_audit:
             plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)
@@ -327,7 +327,7 @@ class Scheduler:
             self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
         finish = finish or self._jumps.after(req)
         if self._speculation is not None:
-            self._speculation.learn(req, result.tokens)
+            self._speculation.learn(req, result.tokens, result.guesses)
         if finish is not None:
             self._finish(req, finish, result)
         else:

@@ -4,6 +4,7 @@ requests is decided here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,17 @@ class TableManager:
 NOTHING = Writes()
 
 
-def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], *, pools: bool) -> StepPlan:
-    """slots: see `StepPlan`. pools: the model makes vectors."""
+def _input_logprobs(batch: Batch) -> Iterator[InputLogprobs]:
+    for i, (req, start, end) in enumerate(zip(batch.reqs, batch.starts, batch.ends, strict=True)):
+        low, high = max(req.logprob_start_len - 1, start), min(req.prompt_len - 1, end)
+        if req.wants_input_logprobs and low < high:
+            yield InputLogprobs(i, low, high, req.top_logprobs_num)
+
+
+def plan_of(
+    batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], *, pools: bool, chain: int = 0
+) -> StepPlan:
+    """slots, chain: see `StepPlan`. pools: the model makes vectors."""
     reqs, starts, ends = batch.reqs, batch.starts, batch.ends
     sampling = batch.sampling
     those = [
@@ -117,12 +127,7 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], 
         extra["right"] = {i: min(right, len(drafts[i])) for i, right in known_right.items() if right}
     logprobs = {j: req.top_logprobs_num for j, (req, _) in enumerate(those) if req.return_logprob}
     if batch.phase is Phase.PREFILL:
-        extra["input_logprobs"] = [
-            InputLogprobs(i, low, high, req.top_logprobs_num)
-            for i, req in enumerate(reqs)
-            if req.wants_input_logprobs
-            and (low := max(req.logprob_start_len - 1, starts[i])) < (high := min(req.prompt_len - 1, ends[i]))
-        ]
+        extra["input_logprobs"] = list(_input_logprobs(batch))
     if max(of_reqs := [req.slot for req in reqs]) >= 0:
         extra["adapters"] = of_reqs
     if pools:
@@ -135,6 +140,7 @@ def plan_of(batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], 
         tokens=tokens,
         pages=pages,
         slots=slots,
+        chain=chain,
         sampling=sampling,
         temperatures=temperatures,
         seeds=[req.seed for req, _ in those],
