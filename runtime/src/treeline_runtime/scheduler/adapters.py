@@ -171,8 +171,8 @@ class Adapters:
             self._residence.end_read()
             raise
         digest, size = adapter.digest, adapter.num_bytes
-        self._residence.end_read(None if digest in self._residence.adapters else digest)
-        self._slots.away.discard(digest)
+        # one that had to leave comes back when a request is about to use it, and no sooner: others may need the memory
+        self._residence.end_read(None if digest in self._residence.adapters or digest in self._slots.away else digest)
         self._known.pop(digest, None)
         self._known[digest] = _Known(folder, size)
         self._rename(self.names | {name: digest})
