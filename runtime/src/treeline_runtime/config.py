@@ -252,14 +252,13 @@ class EngineConfig:
     speculative_algorithm: Literal["off", "NGRAM", "EAGLE3", "STANDALONE"] = setting(
         "off",
         group="scheduling",
-        help="guess a request's next tokens and verify them in one step; NGRAM = by its own text and past answers, "
-        "EAGLE3 = by a head of that kind, STANDALONE = by a small model (default: %(default)s)",
+        help="guess tokens by texts, a head or a small model, and verify them in one step (default: %(default)s)",
     )
     speculative_draft_model_path: str | None = setting(
         None,
         group="scheduling",
         metavar="DIR",
-        help="folder of the head or the small model of --speculative-algorithm",
+        help="folder of that head or small model",
     )
     enable_return_hidden_states: bool = setting(
         False,

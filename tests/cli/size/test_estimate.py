@@ -87,7 +87,7 @@ def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: found.weights)
     ranks = [Rank(0, config.tp_size, stage, config.pp_size) for stage in range(config.pp_size)]
     # the last stage has no more room than another: it has head and norm, and as many layers
-    decoder = SimpleNamespace(config=shape, own=own(shape, ranks[-1]), pooler=None)
+    decoder = SimpleNamespace(config=shape, own=own(shape, ranks[-1]), pooler=None, drafter=None)
     if found.cache_tokens:
         limits = resolve.resolve(config, decoder)  # type: ignore[arg-type]
         assert limits.max_total_tokens == found.cache_tokens
