@@ -87,7 +87,7 @@ def test_data_parallel_ranks_share_the_sizes(model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--host-cache=16GiB", "--tp-size=2", "--nnodes=2", "--dist-init-addr=127.0.0.1:1"], "ranks of a model on one"),
+        (["--host-cache=16GiB", "--tp-size=2", "--nnodes=2", "--dist-init-addr=127.0.0.1:1"], "on one machine"),
         (["--disk-cache=/tmp/pages"], "--disk-cache needs --host-cache"),
         (["--host-cache=lots"], "expected a size like 16GiB"),
         (["--host-cache=0"], "must be above 0"),
