@@ -284,6 +284,27 @@ def test_nothing_is_guessed_for_more_keys_than_may_be_copied(
     assert 36 < max(map(len, found)) <= 41
 
 
+def test_a_long_text_takes_no_guesses_of_others(tiny: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = Harness(tiny, **with_head(drafter)), {"long": prompt(1, 90), "a": prompt(2, 9), "b": prompt(3, 5)}
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "allowed_token_ids": FEW}
+    plain = Harness(tiny)
+    answers = {rid: plain.generate(rid, ids, **options) for rid, ids in asked.items()}
+    bytes_of_page = made.executor._chains._page_bytes  # type: ignore[union-attr]
+    monkeypatch.setattr(chains, "MOST_BYTES", 2 * 8 * bytes_of_page)  # of two texts of 32 tokens
+    found = heard(made)
+    for rid, ids in asked.items():
+        made.submit(rid, ids, **options)
+    made.run()
+    assert {rid: made.tokens(rid) for rid in asked} == answers
+    alone = heard(again := Harness(tiny, **with_head(drafter)))
+    for rid in "ab":
+        again.generate(rid, asked[rid], **options)
+    assert {tokens[:5] for tokens in found} == {tuple(asked[rid][:5]) for rid in "ab"}
+    same = found.keys() & alone.keys()
+    assert [found[tokens] for tokens in same] == [alone[tokens] for tokens in same]
+    assert len(same) > 8
+
+
 def test_grammars_get_the_guesses_that_they_allow() -> None:
     trained = with_head(MODEL.parent / "tiny-eagle3")
     ids = random.Random(1).choices(range(300, 4000), k=12)
