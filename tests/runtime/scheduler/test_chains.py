@@ -338,3 +338,7 @@ def test_a_draft_model_has_the_tokens_of_the_model(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match="other tokens"):
         WithGrammars(**with_head(path))
+    for broken in ({}, {"model": []}, {"model": {}, "added_tokens": [1]}):
+        (path / "tokenizer.json").write_text(json.dumps(broken))
+        with pytest.raises(ModelError, match="no tokenizer"):
+            WithGrammars(**with_head(path))

@@ -53,4 +53,7 @@ def check_draft_model(path: str, of: str, model: ModelConfig, context_length: in
 
 def _tokens(file: Path) -> tuple[Any, Sequence[Any]]:
     content = read_object(file)
-    return content["model"].get("vocab"), [(one["id"], one["content"]) for one in content.get("added_tokens", ())]
+    try:
+        return content["model"].get("vocab"), [(one["id"], one["content"]) for one in content.get("added_tokens", ())]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is no tokenizer: {error!r}") from None

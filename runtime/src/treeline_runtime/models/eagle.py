@@ -123,9 +123,11 @@ class EagleHead:
 
 def _targets(config: EagleConfig, weights: Weights) -> torch.Tensor | None:
     """The model's token for each that it can guess; the checkpoint has differences. None: they are the same."""
+    if (config.draft_vocab_size or config.layer.vocab_size) != config.layer.vocab_size:
+        for name, what in ("d2t", "says which tokens these are"), (HEAD, "computes them"):
+            if not weights.has(name):
+                raise ModelError(f"it has a vocabulary of its own, but no tensor {name} that {what}")
     if config.draft_vocab_size is None or not weights.has("d2t"):
-        if (config.draft_vocab_size or config.layer.vocab_size) != config.layer.vocab_size:
-            raise ModelError("it has a vocabulary of its own, but no tensor d2t that says which tokens these are")
         weights.ignore("d2t")
         return None
     count = config.draft_vocab_size
