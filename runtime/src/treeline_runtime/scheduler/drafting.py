@@ -167,6 +167,11 @@ class Speculation:
         if self._past is not None:
             self._past.end(req)
 
+    def forget(self) -> None:
+        """What was said is not known any more. No request may be running."""
+        if self._past is not None:
+            self._past.forget()
+
     def _guess(self, req: Req, state: Drafting, most: int) -> list[int]:
         """The tokens of text that its grammar forces, if it does not jump there anyway; else what its drafter says."""
         if not self._jumps.allowed(req) and (forced := self._jumps.forced(req, len(req.tokens))) is not None:
