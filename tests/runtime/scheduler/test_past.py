@@ -155,6 +155,15 @@ def test_a_step_indexes_a_bounded_part() -> None:
     assert [texts.tokens[-1] for texts in known._texts.values()] == [END] * 3
 
 
+def test_a_step_pays_for_few_answers_however_short() -> None:
+    """Each may be of an owner who is new, and for whom another is looked for and dropped."""
+    known = Past()
+    for i in range(past.MOST_COMING):
+        known.end(answered(("eve", f"salt {i}"), [], [1, 2]))
+    known.step()
+    assert len(known._texts) == past.MOST_COMING - len(known._coming) == past.ANSWERS_AT_ONCE
+
+
 @pytest.mark.parametrize("namespace", [None, "other"])
 def test_an_answer_that_was_given_before_takes_few_steps_in_its_namespace(tiny: Path, namespace: str | None) -> None:
     engine, ids = Harness(tiny, speculative_algorithm="NGRAM"), prompt(4, 30)

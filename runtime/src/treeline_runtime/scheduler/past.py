@@ -25,8 +25,8 @@ MOST, LEAST = 131_072, 256
 token, and looks at all owners to choose whose to drop."""
 MOST_COMING = 64
 """Answers that wait to be indexed, clients in turns; of more, the newest of the client with most are dropped."""
-AT_ONCE = 128
-"""Tokens that a step indexes: 0.2 ms, and as much to drop as many."""
+AT_ONCE, ANSWERS_AT_ONCE = 128, 4
+"""Tokens that a step indexes, of so many answers at most: 0.2 ms, and as much to drop as many, or as many owners."""
 CONTEXT, SHORTEST, LONGEST = LENGTHS[0], 8, 8_192
 """Tokens of a prompt that are kept before its answer, those of the shortest answer that is kept, and those that are
 kept of a long one's end."""
@@ -126,13 +126,14 @@ class Past:
     def step(self) -> None:
         """Indexes some of what it took, and drops as much if there is too much."""
         self._room.left, left = ngrams.AT_ONCE, AT_ONCE
-        while left and (coming := self._coming.take(lambda _: True)) is not None:
+        while left > 0 and (coming := self._coming.take(lambda _: True)) is not None:
             owner, tokens = coming
             part = list(islice(tokens, left))
-            left -= len(part)
-            if not left:
+            if len(part) == left:
                 self._coming.put_back(owner[0], coming)
+            left -= max(len(part), AT_ONCE // ANSWERS_AT_ONCE)
             self._texts.setdefault(owner, Texts()).add(part)
+        if left < AT_ONCE:
             self._drop()
 
     def after(self, owner: Owner, tokens: Sequence[int], most: int, longer_than: int) -> list[int]:
@@ -141,19 +142,21 @@ class Past:
         return [] if texts is None else texts.after(tokens, most, longer_than)
 
     def _drop(self) -> None:
-        while True:
-            held: Counter[str | None] = Counter()
-            for (client, _), texts in self._texts.items():
-                held[client] += texts.size
-            if held.total() <= MOST:
-                return
+        held: Counter[str | None] = Counter()
+        for (client, _), texts in self._texts.items():
+            held[client] += texts.size
+        while held.total() > MOST:
             fullest = max(held, key=held.__getitem__)
             owner = max(
                 (owner for owner in self._texts if owner[0] == fullest), key=lambda owner: self._texts[owner].size
             )
-            self._texts[owner].drop(AT_ONCE)
-            if not self._texts[owner].tokens:
+            texts = self._texts[owner]
+            held[fullest] -= texts.size
+            if len(texts.tokens) <= LEAST:  # less would count for as much
                 del self._texts[owner]
+            else:
+                texts.drop(AT_ONCE)
+                held[fullest] += texts.size
 
 
 class Texted:
