@@ -305,6 +305,23 @@ def test_simulated_guesses_save_steps_and_keep_the_length(tiny: Path) -> None:
     assert never.steps > 38
 
 
+def test_scarce_guesses_are_divided_among_all(tiny: Path, always: None) -> None:
+    """Who began first takes no more of a step's room than others."""
+    prompts = [prompt(i, 9) for i in range(6)]
+    plain = Harness(tiny)
+    answers = {tuple(ids): plain.generate(str(i), ids, max_new_tokens=40) for i, ids in enumerate(prompts)}
+    made = guessing(tiny, answers, chunked_prefill_size=32)  # half of it for a step of six requests: ten guesses
+    for i, ids in enumerate(prompts):
+        made.submit(str(i), ids, max_new_tokens=40)
+    for _ in range(9):
+        made.step()
+    counts = [req.drafting.counts for req in made.decode.running.values()]  # type: ignore[union-attr]
+    assert len(counts) == 6
+    assert all(count is not None and count.right >= 5 for count in counts)
+    made.run()
+    assert [made.tokens(str(i)) for i in range(6)] == list(answers.values())
+
+
 def test_guesses_leave_room_for_prompts_in_mixed_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 7),)),))
     again = {"logit_bias": {77: 99.0}, "ignore_eos": True, "max_new_tokens": 150}
