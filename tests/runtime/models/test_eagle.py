@@ -19,6 +19,7 @@ from treeline_runtime.models import ModelError
 from treeline_runtime.models.config import read_config
 from treeline_runtime.models.eagle_config import read_eagle
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.models.offload import tensors_of
 from treeline_runtime.scheduler import drafting
 
 SIZES = {"vocab_size": 96, "num_hidden_layers": 6, "max_position_embeddings": 512, "tie_word_embeddings": False}
@@ -148,6 +149,13 @@ def test_a_head_with_a_vocabulary_of_its_own_says_which_and_computes_it(
     save_file(tensors, head / "model.safetensors")
     with pytest.raises(ModelError, match=f"no tensor {name}"):
         guessing(target, head)
+
+
+def test_all_tensors_of_a_head_are_found_where_it_sleeps(target: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", target, LAYERS, vocab=range(3, 96, 3), own_embedding=True)
+    drafter = guessing(target, head).residence._model.drafter  # type: ignore[union-attr]
+    held = {tuple(tensor.shape) for tensor in tensors_of(drafter)}
+    assert {(31, 64), (96, 64), (64, 3 * 64), (31,)} <= held
 
 
 def test_a_head_of_another_size_needs_its_own_embedding(target: Path, tmp_path: Path) -> None:
