@@ -21,7 +21,9 @@ from support.tiered_engine import PROMPTS, engine, round_of
 from tokenizers import Tokenizer
 from treeline_runtime.messages import Grammar, SleepReq, WakeReq
 from treeline_runtime.models import ModelError
+from treeline_runtime.models.draft_model import DraftModel
 from treeline_runtime.scheduler import chains, drafting
+from treeline_runtime.scheduler.administration import WARM_UP_TOKENS
 from treeline_runtime.scheduler.chains import Chains
 
 FEW = (2, 3, 5)
@@ -136,6 +138,17 @@ def test_answers_and_guesses_are_the_same_whatever_happens(
         alone.generate(str(i), list(tokens[:-1]), max_new_tokens=1, **last)
         assert tokens in again or len(tokens) == 1
         assert found[tokens] == again[tokens][: len(found[tokens])]
+
+
+def test_the_warm_up_computes_all_that_a_step_does(tiny: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So memory that a full step of the draft model lacks is missed at the start."""
+    made, kept, keep = Harness(tiny, **with_head(small)), list[int](), DraftModel.keep
+    monkeypatch.setattr(
+        DraftModel, "keep", lambda self, ids, context: kept.append(len(ids)) or keep(self, ids, context)
+    )
+    made.residence.warm_up()
+    assert WARM_UP_TOKENS in kept
+    assert len(made.generate("a", prompt(1, 20))) == 8
 
 
 def test_right_guesses_save_steps(tiny: Path, drafter: Path) -> None:
