@@ -102,7 +102,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (NEW, {"transformer_layer_config": {"model_type": "qwen3"}}, "model_type 'qwen3'"),
     (NEW, {"transformer_layer_config": {}}, "lacks"),
     (NEW, {"transformer_layer_config": ...}, "transformer_layer_config"),
-    (OLD, {"eagle_config": ["norm_before_fc"]}, "dictionary"),
+    (OLD, {"eagle_config": ["norm_before_fc"]}, "eagle_config is not"),
     (OLD, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, math.inf]}}, "infinity"),
     (OLD, {"draft_vocab_size": math.inf}, "infinity"),
     (NEW, {"target_hidden_size": math.inf}, "infinity"),

@@ -331,6 +331,7 @@ def test_grammars_get_the_guesses_that_they_allow() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"architectures": ["Other"]}, "draft model .*model: architecture Other"),
         ({"vocab_size": 95}, "95 tokens, the model's 96"),
         ({"max_position_embeddings": 256}, "256 positions"),
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}, "windows"),

@@ -48,7 +48,7 @@ def check_draft_model(path: str, of: str, model: ModelConfig, context_length: in
     elif draft.scoring != PLAIN:
         problem = "windows, sinks and scores of another scale are not supported"
     if problem is not None:
-        raise ModelError(f"draft model {path}: {problem}")
+        raise ModelError(problem)
 
 
 def _tokens(file: Path) -> tuple[Any, Sequence[Any]]:
