@@ -20,6 +20,7 @@ from treeline_runtime.messages import Grammar, Speculated, TokenOut
 from treeline_runtime.published import Stored
 from treeline_runtime.scheduler import drafting
 from treeline_runtime.scheduler.drafting import Speculation
+from treeline_runtime.scheduler.ngrams import Ngrams
 
 ALWAYS = ((1, ((0.0, 4),)),)
 """Four guesses, however many were right."""
@@ -320,6 +321,25 @@ def test_scarce_guesses_are_divided_among_all(tiny: Path, always: None) -> None:
     assert all(count is not None and count.right >= 5 for count in counts)
     made.run()
     assert [made.tokens(str(i)) for i in range(6)] == list(answers.values())
+
+
+def test_drafters_are_not_asked_where_no_guess_can_pay(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 4),)), (4, ())))
+    asked, guess = list[int](), Ngrams.guess
+    monkeypatch.setattr(Ngrams, "guess", lambda self, tokens, most: asked.append(most) or guess(self, tokens, most))
+    made = Harness(tiny, speculative_algorithm="NGRAM")
+    for i in range(5):
+        made.submit(str(i), prompt(i, 9), max_new_tokens=60 if i < 2 else 20, logit_bias={7: 99.0})
+    while len(made.decode.running) < 5:
+        made.step()
+    made.step()
+    asked.clear()
+    while len(made.decode.running) == 5:
+        made.step()
+    assert not asked
+    made.run()
+    assert max(asked) == 4
+    assert made.last("0").speculated.right > 20  # type: ignore[union-attr]
 
 
 def test_guesses_leave_room_for_prompts_in_mixed_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
