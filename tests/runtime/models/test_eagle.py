@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from treeline_runtime.models import ModelError
 from treeline_runtime.models.config import read_config
 from treeline_runtime.models.eagle_config import read_eagle
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.models.offload import tensors_of
 from treeline_runtime.scheduler import drafting
 
 SIZES = {"vocab_size": 96, "num_hidden_layers": 6, "max_position_embeddings": 512, "tie_word_embeddings": False}
@@ -100,6 +102,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (NEW, {"transformer_layer_config": {"model_type": "qwen3"}}, "model_type 'qwen3'"),
     (NEW, {"transformer_layer_config": {}}, "lacks"),
     (NEW, {"transformer_layer_config": ...}, "transformer_layer_config"),
+    (OLD, {"eagle_config": ["norm_before_fc"]}, "eagle_config is not"),
+    (OLD, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, math.inf]}}, "infinity"),
+    (OLD, {"draft_vocab_size": math.inf}, "infinity"),
+    (NEW, {"target_hidden_size": math.inf}, "infinity"),
+    (OLD, {"rms_norm_eps": -1}, "rms_norm_eps must be above 0, not -1"),
 ]
 
 
@@ -129,6 +136,26 @@ def test_other_tensors_are_refused(target: Path, tmp_path: Path, more: dict[str,
     save_file(tensors | more, head / "model.safetensors")
     with pytest.raises(ModelError, match=says):
         guessing(target, head)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "d2t"])
+def test_a_head_with_a_vocabulary_of_its_own_says_which_and_computes_it(
+    target: Path, tmp_path: Path, name: str
+) -> None:
+    """With the model's language-model head it would guess tokens that are not among its own."""
+    head = write_head(tmp_path / "head", target, LAYERS, vocab=range(3, 96, 3))
+    tensors = load_file(head / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(ModelError, match=f"no tensor {name}"):
+        guessing(target, head)
+
+
+def test_all_tensors_of_a_head_are_found_where_it_sleeps(target: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", target, LAYERS, vocab=range(3, 96, 3), own_embedding=True)
+    drafter = guessing(target, head).residence._model.drafter  # type: ignore[union-attr]
+    held = {tuple(tensor.shape) for tensor in tensors_of(drafter)}
+    assert {(31, 64), (96, 64), (64, 3 * 64), (31,)} <= held
 
 
 def test_a_head_of_another_size_needs_its_own_embedding(target: Path, tmp_path: Path) -> None:

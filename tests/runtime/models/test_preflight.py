@@ -57,6 +57,14 @@ def test_the_size_of_weights_is_that_of_the_tensors_once_loaded(tmp_path: Path) 
     assert weight_bytes(tmp_path, 4) == first.numel() * 5, "what is quantised stays as it is"
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_a_drafter_that_is_not_there_is_missed_before_the_model_is_loaded(checkpoint: Path, algorithm: str) -> None:
+    folder = str(checkpoint / "drafter")
+    config = EngineConfig(model="m", speculative_algorithm=algorithm, speculative_draft_model_path=folder)
+    with pytest.raises(ConfigError, match=f"--speculative-draft-model-path: .*{folder}"):
+        check_before_loading(config, checkpoint)
+
+
 def test_before_the_download_the_index_gives_the_size_of_weights(checkpoint: Path) -> None:
     assert weight_bytes(checkpoint, 4) is None
     index(change(checkpoint, torch_dtype="bfloat16"), 10 * GIB)

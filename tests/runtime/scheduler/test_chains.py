@@ -21,7 +21,9 @@ from support.tiered_engine import PROMPTS, engine, round_of
 from tokenizers import Tokenizer
 from treeline_runtime.messages import Grammar, SleepReq, WakeReq
 from treeline_runtime.models import ModelError
+from treeline_runtime.models.draft_model import DraftModel
 from treeline_runtime.scheduler import chains, drafting
+from treeline_runtime.scheduler.administration import WARM_UP_TOKENS
 from treeline_runtime.scheduler.chains import Chains
 
 FEW = (2, 3, 5)
@@ -136,6 +138,17 @@ def test_answers_and_guesses_are_the_same_whatever_happens(
         alone.generate(str(i), list(tokens[:-1]), max_new_tokens=1, **last)
         assert tokens in again or len(tokens) == 1
         assert found[tokens] == again[tokens][: len(found[tokens])]
+
+
+def test_the_warm_up_computes_all_that_a_step_does(tiny: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So memory that a full step of the draft model lacks is missed at the start."""
+    made, kept, keep = Harness(tiny, **with_head(small)), list[int](), DraftModel.keep
+    monkeypatch.setattr(
+        DraftModel, "keep", lambda self, ids, context: kept.append(len(ids)) or keep(self, ids, context)
+    )
+    made.residence.warm_up()
+    assert WARM_UP_TOKENS in kept
+    assert len(made.generate("a", prompt(1, 20))) == 8
 
 
 def test_right_guesses_save_steps(tiny: Path, drafter: Path) -> None:
@@ -284,6 +297,27 @@ def test_nothing_is_guessed_for_more_keys_than_may_be_copied(
     assert 36 < max(map(len, found)) <= 41
 
 
+def test_a_long_text_takes_no_guesses_of_others(tiny: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = Harness(tiny, **with_head(drafter)), {"long": prompt(1, 90), "a": prompt(2, 9), "b": prompt(3, 5)}
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "allowed_token_ids": FEW}
+    plain = Harness(tiny)
+    answers = {rid: plain.generate(rid, ids, **options) for rid, ids in asked.items()}
+    bytes_of_page = made.executor._chains._page_bytes  # type: ignore[union-attr]
+    monkeypatch.setattr(chains, "MOST_BYTES", 2 * 8 * bytes_of_page)  # of two texts of 32 tokens
+    found = heard(made)
+    for rid, ids in asked.items():
+        made.submit(rid, ids, **options)
+    made.run()
+    assert {rid: made.tokens(rid) for rid in asked} == answers
+    alone = heard(again := Harness(tiny, **with_head(drafter)))
+    for rid in "ab":
+        again.generate(rid, asked[rid], **options)
+    assert {tokens[:5] for tokens in found} == {tuple(asked[rid][:5]) for rid in "ab"}
+    same = found.keys() & alone.keys()
+    assert [found[tokens] for tokens in same] == [alone[tokens] for tokens in same]
+    assert len(same) > 8
+
+
 def test_grammars_get_the_guesses_that_they_allow() -> None:
     trained = with_head(MODEL.parent / "tiny-eagle3")
     ids = random.Random(1).choices(range(300, 4000), k=12)
@@ -297,6 +331,7 @@ def test_grammars_get_the_guesses_that_they_allow() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"architectures": ["Other"]}, "draft model .*model: architecture Other"),
         ({"vocab_size": 95}, "95 tokens, the model's 96"),
         ({"max_position_embeddings": 256}, "256 positions"),
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}, "windows"),
@@ -317,3 +352,7 @@ def test_a_draft_model_has_the_tokens_of_the_model(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match="other tokens"):
         WithGrammars(**with_head(path))
+    for broken in ({}, {"model": []}, {"model": {}, "added_tokens": [1]}):
+        (path / "tokenizer.json").write_text(json.dumps(broken))
+        with pytest.raises(ModelError, match="no tokenizer"):
+            WithGrammars(**with_head(path))

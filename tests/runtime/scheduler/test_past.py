@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.core import Req
-from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.messages import FlushReq, GenerateReq, SamplingParams, SleepReq, UpdateWeightsReq, WakeReq
 from treeline_runtime.scheduler import past
 from treeline_runtime.scheduler.past import END, Owner, Past, Texts
 
@@ -129,6 +130,19 @@ def test_one_client_or_namespace_with_much_traffic_leaves_the_others_their_share
     assert held["ada"] > past.MOST / 3 - 2 * past.AT_ONCE
 
 
+def test_one_clients_many_long_answers_delay_and_displace_none_of_others() -> None:
+    known, mine = Past(), list(range(past.AT_ONCE - 2))
+    for _ in range(20):
+        known.end(answered(("eve", None), [], [7] * past.LONGEST))
+    known.end(answered(("ada", "x"), [], mine))
+    for _ in range(20):
+        known.end(answered(("eve", "y"), [], [7] * past.LONGEST))
+        assert len(known._coming) == past.MOST_COMING
+    known.step()
+    known.step()
+    assert known.after(("ada", "x"), mine[:5], 3, 0) == [5, 6, 7]
+
+
 def test_a_step_indexes_a_bounded_part() -> None:
     known = Past()
     for owner in OWNERS[:3]:
@@ -141,6 +155,15 @@ def test_a_step_indexes_a_bounded_part() -> None:
     assert [texts.tokens[-1] for texts in known._texts.values()] == [END] * 3
 
 
+def test_a_step_pays_for_few_answers_however_short() -> None:
+    """Each may be of an owner who is new, and for whom another is looked for and dropped."""
+    known = Past()
+    for i in range(past.MOST_COMING):
+        known.end(answered(("eve", f"salt {i}"), [], [1, 2]))
+    known.step()
+    assert len(known._texts) == past.MOST_COMING - len(known._coming) == past.ANSWERS_AT_ONCE
+
+
 @pytest.mark.parametrize("namespace", [None, "other"])
 def test_an_answer_that_was_given_before_takes_few_steps_in_its_namespace(tiny: Path, namespace: str | None) -> None:
     engine, ids = Harness(tiny, speculative_algorithm="NGRAM"), prompt(4, 30)
@@ -151,3 +174,25 @@ def test_an_answer_that_was_given_before_takes_few_steps_in_its_namespace(tiny: 
     engine.run()
     assert engine.tokens("b") == first
     assert (engine.steps - before < 30) is (namespace is None)
+
+
+@pytest.mark.parametrize("what", ["flush", "sleep", "update"])
+def test_nothing_is_known_of_answers_before_a_flush_a_sleep_or_new_weights(tiny: Path, what: str) -> None:
+    messages: dict[str, list[Any]] = {
+        "flush": [FlushReq("f")],
+        "sleep": [SleepReq("s", 1), WakeReq("w")],
+        "update": [UpdateWeightsReq("u", str(tiny))],  # which fails, since these weights are random
+    }
+    engine, ids = Harness(tiny, speculative_algorithm="NGRAM"), prompt(4, 30)
+    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3}
+    first = engine.generate("a", ids, **options)
+    known = engine._speculation._past  # type: ignore[union-attr]
+    assert known is not None
+    assert known._texts or known._coming
+    engine.inbox += messages[what]
+    engine.run()
+    assert not known._texts
+    assert not known._coming
+    before = engine.steps
+    assert engine.generate("b", ids, **options) == first
+    assert engine.steps - before > 50

@@ -20,6 +20,7 @@ from treeline_runtime.messages import Grammar, Speculated, TokenOut
 from treeline_runtime.published import Stored
 from treeline_runtime.scheduler import drafting
 from treeline_runtime.scheduler.drafting import Speculation
+from treeline_runtime.scheduler.ngrams import Ngrams
 
 ALWAYS = ((1, ((0.0, 4),)),)
 """Four guesses, however many were right."""
@@ -303,6 +304,42 @@ def test_simulated_guesses_save_steps_and_keep_the_length(tiny: Path) -> None:
     never = Harness(tiny, speculative_simulate_acceptance=0.0)
     assert len(never.generate("a", prompt(1, 9), max_new_tokens=41)) == 41
     assert never.steps > 38
+
+
+def test_scarce_guesses_are_divided_among_all(tiny: Path, always: None) -> None:
+    """Who began first takes no more of a step's room than others."""
+    prompts = [prompt(i, 9) for i in range(6)]
+    plain = Harness(tiny)
+    answers = {tuple(ids): plain.generate(str(i), ids, max_new_tokens=40) for i, ids in enumerate(prompts)}
+    made = guessing(tiny, answers, chunked_prefill_size=32)  # half of it for a step of six requests: ten guesses
+    for i, ids in enumerate(prompts):
+        made.submit(str(i), ids, max_new_tokens=40)
+    for _ in range(9):
+        made.step()
+    counts = [req.drafting.counts for req in made.decode.running.values()]  # type: ignore[union-attr]
+    assert len(counts) == 6
+    assert all(count is not None and count.right >= 5 for count in counts)
+    made.run()
+    assert [made.tokens(str(i)) for i in range(6)] == list(answers.values())
+
+
+def test_drafters_are_not_asked_where_no_guess_can_pay(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 4),)), (4, ())))
+    asked, guess = list[int](), Ngrams.guess
+    monkeypatch.setattr(Ngrams, "guess", lambda self, tokens, most: asked.append(most) or guess(self, tokens, most))
+    made = Harness(tiny, speculative_algorithm="NGRAM")
+    for i in range(5):
+        made.submit(str(i), prompt(i, 9), max_new_tokens=60 if i < 2 else 20, logit_bias={7: 99.0})
+    while len(made.decode.running) < 5:
+        made.step()
+    made.step()
+    asked.clear()
+    while len(made.decode.running) == 5:
+        made.step()
+    assert not asked
+    made.run()
+    assert max(asked) == 4
+    assert made.last("0").speculated.right > 20  # type: ignore[union-attr]
 
 
 def test_guesses_leave_room_for_prompts_in_mixed_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from treeline_runtime.models.families import FAMILIES, Family
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 from treeline_runtime.models.rope_config import RopeConfig
-from treeline_runtime.models.settings import FULL, ModelError, flag, read_object, unknown_settings
+from treeline_runtime.models.settings import FULL, ModelError, flag, positive, read_object, unknown_settings
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_config"]
 
@@ -61,7 +61,7 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
             num_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=positive(config, "rms_norm_eps") or 1e-6,
             max_position=max_position,
             tie_word_embeddings=flag(config, "tie_word_embeddings"),
             rope=family.rope(config, max_position),

@@ -48,9 +48,12 @@ def check_draft_model(path: str, of: str, model: ModelConfig, context_length: in
     elif draft.scoring != PLAIN:
         problem = "windows, sinks and scores of another scale are not supported"
     if problem is not None:
-        raise ModelError(f"draft model {path}: {problem}")
+        raise ModelError(problem)
 
 
 def _tokens(file: Path) -> tuple[Any, Sequence[Any]]:
     content = read_object(file)
-    return content["model"].get("vocab"), [(one["id"], one["content"]) for one in content.get("added_tokens", ())]
+    try:
+        return content["model"].get("vocab"), [(one["id"], one["content"]) for one in content.get("added_tokens", ())]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is no tokenizer: {error!r}") from None

@@ -16,7 +16,7 @@ from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.decoder import Decoder, FeedForward, Linear
 from treeline_runtime.models.eagle_config import EagleConfig
-from treeline_runtime.models.quantization.product import float_product
+from treeline_runtime.models.quantization.product import Packed, Plain, float_product
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Heads
@@ -74,11 +74,11 @@ class EagleHead:
             assert shared is not None
             self._embedding = shared
         self._targets = _targets(config, weights)
-        self._logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
+        self._of_model = model.logits
+        self._head: Plain | Packed | None = None  # no function that holds it, so that its weights sleep, too
         if weights.has(HEAD) or model.ranks is not None:
             size = config.draft_vocab_size or layer.vocab_size
-            product = float_product(ops, weights.take(HEAD, size, hidden) if weights.has(HEAD) else whole(HEAD))
-            self._logits = lambda x: product(x, None)
+            self._head = float_product(ops, weights.take(HEAD, size, hidden) if weights.has(HEAD) else whole(HEAD))
         length = model.rope[0].shape[1]
         cos, sin = rope_tables(layer.rope, dim, layer.max_position, length, weights.dtype, weights.device)
         self.rope = cos[None], sin[None]
@@ -105,7 +105,7 @@ class EagleHead:
         x = self._o(context.attention.forward(0, q, k, v, context.plan))
         x, residual = ops.add_norm(x, normed if self.config.norm_before_residual else hidden, self._mlp_norm, eps)
         x, residual = ops.add_norm(self._mlp(x, context), residual, self._norm, eps)
-        chosen = self._logits(x).argmax(-1)
+        chosen = (self._of_model(x) if self._head is None else self._head(x, None)).argmax(-1)
         if self._targets is not None:
             chosen = self._targets[chosen]
         return chosen, x if self.config.norm_output else residual
@@ -123,9 +123,11 @@ class EagleHead:
 
 def _targets(config: EagleConfig, weights: Weights) -> torch.Tensor | None:
     """The model's token for each that it can guess; the checkpoint has differences. None: they are the same."""
+    if (config.draft_vocab_size or config.layer.vocab_size) != config.layer.vocab_size:
+        for name, what in ("d2t", "says which tokens these are"), (HEAD, "computes them"):
+            if not weights.has(name):
+                raise ModelError(f"it has a vocabulary of its own, but no tensor {name} that {what}")
     if config.draft_vocab_size is None or not weights.has("d2t"):
-        if (config.draft_vocab_size or config.layer.vocab_size) != config.layer.vocab_size:
-            raise ModelError("it has a vocabulary of its own, but no tensor d2t that says which tokens these are")
         weights.ignore("d2t")
         return None
     count = config.draft_vocab_size

@@ -55,7 +55,7 @@ def read_eagle(path: str | Path, target: ModelConfig) -> EagleConfig:
     where = Path(path) / "config.json"
     try:
         return _parse(read_object(where), target)
-    except (ModelError, KeyError, TypeError, ValueError) as error:
+    except (ModelError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"EAGLE-3 head {path}: {error}") from None
 
 
@@ -71,7 +71,8 @@ def _parse(config: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
         if not any("Eagle" in kind and kind.startswith("Llama") for kind in kinds):
             raise ModelError(f"architecture {', '.join(kinds)} is no head of Llama's form (LlamaForCausalLMEagle3)")
         inner = {key: value for key, value in config.items() if key not in _OWN}
-    nested = config.get("eagle_config") or {}
+    if not isinstance(nested := config.get("eagle_config") or {}, dict):
+        raise ModelError("eagle_config is not a JSON object")
     if unknown := set(nested) - _EAGLE_CONFIG:
         raise ModelError(f"settings of eagle_config that are not known here: {', '.join(sorted(unknown))}")
     if nested.get("use_aux_hidden_state") is False:

@@ -125,9 +125,12 @@ def _with_drafter(config: EngineConfig, model: Decoder) -> Decoder:
     dtype, device, target = model.rope[0].dtype, model.rope[0].device, model.config
     if config.speculative_algorithm == "STANDALONE":
         length = model.rope[0].shape[1]
-        check_draft_model(path, config.model, target, length)
         draft = EngineConfig(model=path, device=str(device), dtype=config.dtype, context_length=length)
-        model.drafter = DraftModel(load_model(draft))
+        try:
+            check_draft_model(path, config.model, target, length)
+            model.drafter = DraftModel(load_model(draft))
+        except ModelError as error:
+            raise ModelError(f"draft model {path}: {error}") from None
         return model
 
     def whole(name: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from treeline_runtime.config import ConfigError, EngineConfig
-from treeline_runtime.memory import resolve_context_length
+from treeline_runtime.memory import draft_bytes_per_token, resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.pooling import pooling_of
 from treeline_runtime.models.shards import check_ranks
@@ -50,6 +50,10 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1,
     resolve_context_length(config, model)
     check_quantization(config, model)
     check_ranks(model, config.tp_size, config.pp_size, config.ep_size)
+    try:
+        draft_bytes_per_token(config, model, 1)  # reads the drafter's config.json
+    except ModelError as error:
+        raise ConfigError(f"--speculative-draft-model-path: {error}") from None
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
         each = 1 if memory.cuda or config.ep_size > config.tp_size else dp_size
         _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": each})

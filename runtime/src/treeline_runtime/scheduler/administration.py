@@ -33,6 +33,7 @@ from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.scheduler.audit import CacheAudits
 from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.drafting import Speculation
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.peers import Peers
 from treeline_runtime.scheduler.ranks.protocol import Agreed, Call, Group, as_one, together
@@ -391,6 +392,7 @@ class Administration:
         cache: CacheManager,
         audits: CacheAudits,
         profiler: Profiler,
+        speculation: Speculation | None,
         *,
         is_idle: Callable[[], bool],
         reply: Callable[[messages.Reply], None],
@@ -398,6 +400,7 @@ class Administration:
         self._residence = residence
         self._cache = cache
         self._audits = audits
+        self._speculation = speculation
         self._is_idle = is_idle
         self._reply = reply
         handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
@@ -437,6 +440,7 @@ class Administration:
         self._check_idle()
         self._audits.start_over()
         self._cache.wipe()
+        self._forget()
 
     def _sleep(self, message: messages.SleepReq) -> dict[str, Any]:
         self._residence.check_alone()
@@ -446,6 +450,7 @@ class Administration:
         self._audits.drop()
         self._cache.flush()
         self._cache.slots.reset()
+        self._forget()
         self._residence.sleep(message.level)
         return {"level": message.level}
 
@@ -462,10 +467,16 @@ class Administration:
         self._audits.drop()
         self._cache.flush()
         self._cache.slots.reset()
+        self._forget()
         try:
             self._residence.update(message.path)
         finally:
             self._renew()
+
+    def _forget(self) -> None:
+        """Guesses know nothing that the cache does not."""
+        if self._speculation is not None:
+            self._speculation.forget()
 
     def _renew(self) -> None:
         if self._cache.tiers is not None:

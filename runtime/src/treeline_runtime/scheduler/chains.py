@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from treeline_runtime.scheduler.forward import DeviceTables
 
 MOST_BYTES = CHAIN_BYTES // 3
-"""Keys and values that chains copy from pages at once, and each half again with the chain's own; where they would be
-more, as for many long sequences, nothing is guessed."""
+"""Keys and values that chains copy from pages at once, and each half again with the chain's own; of more, nothing
+is guessed for the longest sequences."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,18 +128,23 @@ class Chains:
         self._drafter.keep(found.ids, context)
 
     def guess(self, plan: StepPlan, ids: torch.Tensor) -> tuple[list[int], Readback] | None:
-        """ids (sampled,): the tokens of a step → the sequences that sample; for each, (sequences, 1 + plan.chain), how
-        many of its guesses were right, and guesses for what follows. None: their keys and values are too many."""
-        sequences = list(dict.fromkeys(plan.sampling))
-        pages = -(-max(plan.ends[i] for i in sequences) // self._tables.page_size)
-        if len(sequences) * pages * self._page_bytes > MOST_BYTES:
+        """ids (sampled,): the tokens of a step → sequences that sample; for each, (sequences, 1 + plan.chain), how
+        many of its guesses were right, and guesses for what follows. Where their keys and values are too many, the
+        longest ones are left out, so nobody's long text takes the guesses of others. None: all are."""
+        firsts = {i: at for at, i in reversed(list(enumerate(plan.sampling)))}
+        sequences, pages = sorted(firsts, key=plan.ends.__getitem__), 0
+        while sequences:
+            pages = -(-plan.ends[sequences[-1]] // self._tables.page_size)
+            if len(sequences) * pages * self._page_bytes <= MOST_BYTES:
+                break
+            sequences.pop()
+        else:
             return None
         drafts = [plan.drafts.get(i, []) for i in sequences]
         width = max(map(len, drafts))
         known = np.full((len(sequences), 3 + width), -1)
-        firsts = np.cumsum([0, *(1 + len(draft) for draft in drafts)])
         for n, (i, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            known[n, : 3 + len(draft)] = plan.rows[i], plan.ends[i] - len(draft), firsts[n], *draft
+            known[n, : 3 + len(draft)] = plan.rows[i], plan.ends[i] - len(draft), firsts[i], *draft
         there = upload(known, ids.device)
         at = there[:, 2, None] + torch.arange(width + 1, device=ids.device)
         sampled = ids[at.clamp_(max=len(ids) - 1)]

@@ -111,6 +111,8 @@ class Speculation:
         self._jumps = jumps
         self._overlaps = overlaps
         self._past = past
+        self._can_pay = True
+        """Whether guesses might, however good they are, where as many requests decode as last."""
 
     def waits(self, reqs: Sequence[Req]) -> bool:
         """Whether the next step of these requests is planned only when all results are known. Asked once a step."""
@@ -121,6 +123,7 @@ class Speculation:
 
     def pays(self, reqs: Sequence[Req]) -> bool:
         """Whether a step of these requests should have guesses."""
+        self._can_pay = bool(reqs) and depth_for(len(reqs), 1.0, 0) > 0
         known = ((self._depth(req, len(reqs)), req.drafting) for req in reqs)
         chains = (state.share**place for depth, state in known if state is not None for place in range(1, depth + 1))
         right = sum(chains)
@@ -160,12 +163,17 @@ class Speculation:
         elif state.expected is not None and taken:
             _count(state, self._is_right(state.expected, taken[0]))
         req.draft = []
-        state.expected = next(iter(self._guess(req, state, 1)), None)
+        state.expected = next(iter(self._guess(req, state, 1)), None) if self._can_pay else None
 
     def end(self, req: Req) -> None:
         """Its output is complete, or as much as there will be."""
         if self._past is not None:
             self._past.end(req)
+
+    def forget(self) -> None:
+        """What was said is not known any more. No request may be running."""
+        if self._past is not None:
+            self._past.forget()
 
     def _guess(self, req: Req, state: Drafting, most: int) -> list[int]:
         """The tokens of text that its grammar forces, if it does not jump there anyway; else what its drafter says."""

@@ -133,8 +133,6 @@ class Executor:
             for slot, digest in plan.slots.items():
                 assert self._slots is not None
                 self._slots.write(slot, self._adapters[digest])
-            if self._chains is not None:
-                self._chains.follow(plan)
             return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:
@@ -151,6 +149,8 @@ class Executor:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, plan: StepPlan, launch: Launch) -> Launched:
+        if self._chains is not None:
+            self._chains.follow(plan)
         if launch.mode == "decode graph":
             return self._replay(plan, launch.bucket)
         hidden, kv_finite = self._hidden(plan, launch.bucket)

@@ -5,13 +5,14 @@ Often right where a client asks the like again and again: agents, extraction, on
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from treeline_runtime.core import Req
 from treeline_runtime.scheduler import ngrams
 from treeline_runtime.scheduler.ngrams import Ngrams, Room
+from treeline_runtime.turns import Turns
 
 LENGTHS = (12, 6, 3)
 """Tokens that must be the same."""
@@ -23,9 +24,9 @@ MOST, LEAST = 131_072, 256
 """Tokens kept of all answers, and those that an owner's answers count for at least: the index takes 0.4 kB for each
 token, and looks at all owners to choose whose to drop."""
 MOST_COMING = 64
-"""Answers that wait to be indexed; of more, the oldest are dropped."""
-AT_ONCE = 128
-"""Tokens that a step indexes: 0.2 ms, and as much to drop as many."""
+"""Answers that wait to be indexed, clients in turns; of more, the newest of the client with most are dropped."""
+AT_ONCE, ANSWERS_AT_ONCE = 128, 4
+"""Tokens that a step indexes, of so many answers at most: 0.2 ms, and as much to drop as many, or as many owners."""
 CONTEXT, SHORTEST, LONGEST = LENGTHS[0], 8, 8_192
 """Tokens of a prompt that are kept before its answer, those of the shortest answer that is kept, and those that are
 kept of a long one's end."""
@@ -106,13 +107,18 @@ class Past:
     def __init__(self) -> None:
         self._room = Room()
         self._texts: dict[Owner, Texts] = {}
-        self._coming: deque[tuple[Owner, Iterator[int]]] = deque(maxlen=MOST_COMING)
+        self._coming = Turns[tuple[Owner, Iterator[int]]](MOST_COMING)
 
     def end(self, req: Req) -> None:
         """Takes the answer of a request, for the next steps."""
         if req.output_len >= SHORTEST:
             tokens = req.tokens[max(req.prompt_len - CONTEXT, len(req.tokens) - LONGEST, 0) :]
-            self._coming.append(((req.client, req.namespace), chain(tokens, (END,))))
+            self._coming.put(req.client, ((req.client, req.namespace), chain(tokens, (END,))))
+
+    def forget(self) -> None:
+        """No answer is known. No request may be running."""
+        self._texts.clear()
+        self._coming = Turns(MOST_COMING)
 
     def drafter(self, req: Req) -> Texted:
         return Texted(self._room, self, req)
@@ -120,13 +126,14 @@ class Past:
     def step(self) -> None:
         """Indexes some of what it took, and drops as much if there is too much."""
         self._room.left, left = ngrams.AT_ONCE, AT_ONCE
-        while self._coming and left:
-            owner, tokens = self._coming[0]
+        while left > 0 and (coming := self._coming.take(lambda _: True)) is not None:
+            owner, tokens = coming
             part = list(islice(tokens, left))
-            left -= len(part)
-            if left:
-                self._coming.popleft()
+            if len(part) == left:
+                self._coming.put_back(owner[0], coming)
+            left -= max(len(part), AT_ONCE // ANSWERS_AT_ONCE)
             self._texts.setdefault(owner, Texts()).add(part)
+        if left < AT_ONCE:
             self._drop()
 
     def after(self, owner: Owner, tokens: Sequence[int], most: int, longer_than: int) -> list[int]:
@@ -135,19 +142,21 @@ class Past:
         return [] if texts is None else texts.after(tokens, most, longer_than)
 
     def _drop(self) -> None:
-        while True:
-            held: Counter[str | None] = Counter()
-            for (client, _), texts in self._texts.items():
-                held[client] += texts.size
-            if held.total() <= MOST:
-                return
+        held: Counter[str | None] = Counter()
+        for (client, _), texts in self._texts.items():
+            held[client] += texts.size
+        while held.total() > MOST:
             fullest = max(held, key=held.__getitem__)
             owner = max(
                 (owner for owner in self._texts if owner[0] == fullest), key=lambda owner: self._texts[owner].size
             )
-            self._texts[owner].drop(AT_ONCE)
-            if not self._texts[owner].tokens:
+            texts = self._texts[owner]
+            held[fullest] -= texts.size
+            if len(texts.tokens) <= LEAST:  # less would count for as much
                 del self._texts[owner]
+            else:
+                texts.drop(AT_ONCE)
+                held[fullest] += texts.size
 
 
 class Texted:

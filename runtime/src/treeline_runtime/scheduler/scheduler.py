@@ -108,7 +108,7 @@ class Scheduler:
         self._peers = peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
-        parts = self.residence, self.cache, self.audits, self.profiler
+        parts = self.residence, self.cache, self.audits, self.profiler, self._speculation
         administration = Administration(*parts, is_idle=lambda: self.is_idle, reply=self.reporter.reply)
         around = *parts[:3], self._everything, self._finish, self.reporter.reply, transport.wake
         self.adapters = Adapters(config, limits.adapter_bytes, *around)
