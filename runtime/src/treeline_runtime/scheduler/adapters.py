@@ -36,11 +36,16 @@ MOST_SAID = 1000
 class _Known:
     """A loaded adapter."""
 
-    folder: str
+    folders: dict[str, str]
+    """Name → where its files are, without those that could not be read again."""
     num_bytes: int
     """On the host."""
-    problem: str = ""
-    """Why it cannot be read again."""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be read again."""
+        text = "the adapter's files have changed since it was loaded, or cannot be read: load it again"
+        return "" if self.folders else text
 
 
 class Adapters:
@@ -105,7 +110,7 @@ class Adapters:
             purpose, folder, future, started = self._read.get()
             found = True
             if isinstance(purpose, str):
-                self._take_again(purpose, future)
+                self._take_again(purpose, folder, future)
             elif purpose in self._loading:
                 self._loading.remove(purpose)
                 self._take(purpose, folder, future, started)
@@ -113,9 +118,9 @@ class Adapters:
                 self._residence.end_read()
                 self._answer(purpose, Refused("it was unloaded meanwhile"))
         wanted, self._slots.wanted = self._slots.wanted, None
-        if wanted in self._known and self._rereading is None and self._has_room(wanted):
+        if wanted in self.served.values() and self._rereading is None and self._has_room(wanted):
             self._rereading = wanted
-            self._begin(wanted, self._known[wanted].folder)
+            self._begin(wanted, next(iter(self._known[wanted].folders.values())))
         return found
 
     def load_fields(self) -> dict[str, Any]:
@@ -171,10 +176,10 @@ class Adapters:
             self._residence.end_read()
             raise
         digest, size = adapter.digest, adapter.num_bytes
+        known = self._known.pop(digest, None)
         # one that had to leave comes back when a request is about to use it, and no sooner: others may need the memory
-        self._residence.end_read(None if digest in self._residence.adapters or digest in self._slots.away else digest)
-        self._known.pop(digest, None)
-        self._known[digest] = _Known(folder, size)
+        self._residence.end_read(digest if known is None else None)
+        self._known[digest] = _Known({**(known.folders if known else {}), name: folder}, size)
         self._rename(self.names | {name: digest})
         self._make_room()
         return adapter
@@ -205,7 +210,11 @@ class Adapters:
         if not others and (self._slots.uses(digest) or any(req.adapter == digest for req in self._reqs())):
             self._reply(Reply(message.id, ok=False, message="requests use the adapter", data={"busy": True}))
             return
+        known = self._known[digest]
+        known.folders.pop(message.name, None)
         self._rename({name: other for name, other in self.names.items() if name != message.name})
+        if others and known.problem:
+            self._give_up(digest)
         if not others:
             self._slots.drop(digest)
             self._slots.away.discard(digest)
@@ -253,7 +262,7 @@ class Adapters:
                 self._slots.away.add(digest)
                 used -= known.num_bytes
 
-    def _take_again(self, digest: str, future: Future[Adapter]) -> None:
+    def _take_again(self, digest: str, folder: str, future: Future[Adapter]) -> None:
         self._rereading, known = None, self._known.get(digest)
         if known is None or self._residence.level != AWAKE or digest in self._residence.adapters:
             self._residence.end_read()
@@ -262,20 +271,25 @@ class Adapters:
             future.result()
         except Exception as error:
             self._residence.end_read()
-            self._give_up(digest, known, error)
+            self._lose(digest, known, folder, error)
             return
         try:
             self._residence.end_read(digest)
         except ModelError as error:
-            self._give_up(digest, known, error)
+            self._lose(digest, known, folder, error)
             return
         self._slots.away.discard(digest)
         self._make_room()
 
-    def _give_up(self, digest: str, known: _Known, error: Exception) -> None:
+    def _lose(self, digest: str, known: _Known, folder: str, error: Exception) -> None:
+        """Another name's files may still be good: they are read next."""
+        logger.error("the adapter in %s cannot be read again: %s", folder, error)
+        known.folders = {name: other for name, other in known.folders.items() if other != folder}
+        if known.problem:
+            self._give_up(digest)
+
+    def _give_up(self, digest: str) -> None:
         """Its requests without a slot end, and none comes in until it is loaded again."""
-        logger.error("the adapter in %s cannot be read again: %s", known.folder, error)
-        known.problem = "the adapter's files have changed since it was loaded, or cannot be read: load it again"
         self._rename(self.names)
         for req in self._reqs():
             if req.adapter == digest and req.row < 0 and (finish := self.refused(req)) is not None:
