@@ -175,6 +175,15 @@ def test_adapters_that_are_loaded_again_take_no_more_memory_than_there_is(model:
     assert [len(engine.tokens(name)) for name in "dabc"] == [60, 2, 2, 2]
 
 
+def test_files_with_another_digest_are_forgotten_before_anybody_can_use_them(model: Path, tmp_path: Path) -> None:
+    engine = AdapterHarness(model, tmp_path / "root")
+    digest = engine.added("a", 1, Q)
+    assert engine.remove("a").ok
+    assert not engine.ask(LoadAdapterReq("wrong", "a", "a", "0" * 16)).ok
+    assert engine.adapters.names == engine.residence.adapters == {}
+    assert engine.ask(LoadAdapterReq("right", "a", "a", digest[:16])).ok
+
+
 def test_an_adapter_larger_than_the_room_for_all_is_refused(model: Path, tmp_path: Path) -> None:
     engine = engine_with_room(model, tmp_path, 0.9)
     engine.write("a", 1, Q)

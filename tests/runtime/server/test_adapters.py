@@ -16,6 +16,7 @@ from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server.metrics import Metrics
 from treeline_wire import frames
 from treeline_wire.events import BlockStored, decode_batch
+from treeline_wire.live_adapters import version_name
 from treeline_wire.load import TREELINE_LOAD_TOPIC, decode_load
 
 pytestmark = pytest.mark.integration
@@ -202,6 +203,24 @@ def test_names_that_are_taken_or_unknown_are_refused(admin: httpx.Client, http: 
     for body in ({"model": "none"}, {"lora_path": "none"}):
         assert complete(http, 404, **body)["error"]["code"] == "model_not_found"
     assert "`start`" in complete(http, 404, model="none")["error"]["message"], "what is served is told"
+
+
+def test_files_with_another_digest_than_the_wanted_one_never_get_the_name(
+    admin: httpx.Client, http: httpx.Client
+) -> None:
+    digest = http.get("/v1/models/start").json()["digest"]
+    said = post(admin, "load", "wanted", 400, lora_path="sql", digest=digest[:16])
+    assert f"{digest[:16]} is wanted" in said["error"]["message"]
+    assert http.get("/v1/models/wanted").status_code == 404
+    post(admin, "load", "wanted", lora_path="start", digest=digest[:16])
+    post(admin, "unload", "wanted")
+
+
+def test_a_version_of_a_model_with_the_longest_name_can_be_loaded(admin: httpx.Client, http: httpx.Client) -> None:
+    name = version_name("m" * 256, "hf://o/a", "")
+    post(admin, "load", name, lora_path="sql")
+    assert complete(http, model=name)["model"] == name
+    post(admin, "unload", name)
 
 
 def test_a_listed_name_is_the_adapter_of_that_name(admin: httpx.Client, http: httpx.Client, model: Path) -> None:

@@ -159,7 +159,7 @@ class Adapters:
 
     def _take(self, message: LoadAdapterReq, folder: str, future: Future[Adapter], started: float) -> None:
         try:
-            adapter = self._add(message.name, folder, future)
+            adapter = self._add(message.name, folder, future, message.digest)
         except Exception as error:
             self._answer(message, error)
             return
@@ -167,11 +167,11 @@ class Adapters:
         logger.info("adapter %r, rank %d, from %s: %.2f s", message.name, adapter.rank, folder, seconds)
         self._reply(Reply(message.id, data={"digest": adapter.digest}))
 
-    def _add(self, name: str, folder: str, future: Future[Adapter]) -> Adapter:
+    def _add(self, name: str, folder: str, future: Future[Adapter], wanted: str = "") -> Adapter:
         """Ends the reading that was begun first. Raises ModelError or Refused."""
         try:
             adapter = future.result()
-            self._check(name, adapter)
+            self._check(name, adapter, wanted)
         except Exception:
             self._residence.end_read()
             raise
@@ -184,7 +184,9 @@ class Adapters:
         self._make_room()
         return adapter
 
-    def _check(self, name: str, adapter: Adapter) -> None:
+    def _check(self, name: str, adapter: Adapter, wanted: str) -> None:
+        if not adapter.digest.startswith(wanted):
+            raise Refused(f"the digest of the files is {adapter.digest}, and {wanted} is wanted")
         if self._residence.level != AWAKE:
             raise Refused("the engine is asleep: /wake_up first")
         known = self.names.get(name)
