@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import msgspec
+import pytest
 from support.virtual_loop import run
 from treeline_kube.errors import Unavailable
 from treeline_operator.controller.adapters import heard, parse
@@ -17,6 +19,7 @@ from treeline_wire.live_adapters import AdapterReport
 
 SPACE = Key("models", "n")
 SAID = AdapterReport({"sql@0123456789": "d"}, {"poet@0123456789": "no"})
+LONG = [*("older\n" * 99).splitlines(), msgspec.json.encode(SAID).decode(), *("warning\n" * 50).splitlines()]
 
 
 def pod(name: str, text: str | None = "[]") -> dict[str, Any]:
@@ -35,17 +38,33 @@ class Logs:
                 raise Unavailable("no kubelet")
             case "young":
                 return ""
+            case "wordy":
+                return "\n".join(LONG[-tail_lines:])
         return "words\n" + msgspec.json.encode(SAID).decode()
 
 
 def test_the_last_report_of_a_log_counts() -> None:
-    assert parse("") == parse("words\n") == parse('{"loaded": 5}') == AdapterReport()
+    assert parse("") is parse("words\n") is parse('{"loaded": 5}') is None
     assert parse('{"loaded": {}}\n{"loaded": {"x": "d"}}\nwords\n{"load') == AdapterReport({"x": "d"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"loaded": {"a": ' + "[" * 99_999,
+        '{"x": ' + '{"x": ' * 99_999,
+        json.dumps({"loaded": {"a": "d" * 17}}),
+        json.dumps({"errors": {"a": "e" * 301}}),
+    ],
+    ids=["deep", "unknown", "long digest", "long error"],
+)
+def test_what_no_container_of_ours_writes_is_no_report(line: str) -> None:
+    assert parse(f'{{"loaded": {{"x": "d"}}}}\n{line}') == AdapterReport({"x": "d"})
 
 
 def test_pods_are_asked_at_once_and_those_that_do_not_answer_are_known() -> None:
     store = Store()
-    for name in ("good", "hangs", "refuses", "young"):
+    for name in ("good", "hangs", "refuses", "young", "wordy"):
         store.put(pod(name))
     store.put(pod("plain", None))
 
@@ -54,7 +73,7 @@ def test_pods_are_asked_at_once_and_those_that_do_not_answer_are_known() -> None
         return {one.name: one.report for one in await heard(Logs(), pods)}  # type: ignore[arg-type]
 
     mute = AdapterReport(errors={"": "it does not answer"})
-    assert run(main()) == {"good": SAID, "hangs": mute, "refuses": mute, "young": AdapterReport()}
+    assert run(main()) == {"good": SAID, "hangs": mute, "refuses": mute, "young": AdapterReport(), "wordy": SAID}
 
 
 def test_a_change_of_a_pod_that_loads_adapters_is_one_for_the_models_of_its_namespace() -> None:

@@ -17,6 +17,8 @@ from treeline_operator.world import Observed
 
 _PATIENCE_S: Final = 3.0
 """For the log of a pod whose node is gone; others are read meanwhile."""
+_TAILS: Final = (2, 64)
+"""Lines that are read: few, and where they have no whole report, more."""
 _decode = msgspec.json.Decoder(AdapterReport).decode
 
 
@@ -28,17 +30,20 @@ async def heard(source: Client, pods: Iterable[Observed]) -> list[AdapterPod]:
 async def _heard(source: Client, pod: Observed) -> AdapterPod:
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            text = await source.logs(pod.ref.namespace, pod.ref.name, ADAPTERS, tail_lines=5)
+            for lines in _TAILS:
+                text = await source.logs(pod.ref.namespace, pod.ref.name, ADAPTERS, tail_lines=lines)
+                if (report := parse(text)) is not None:
+                    return AdapterPod.of(pod, report)
     except (KubeError, TimeoutError):
         return AdapterPod.of(pod, AdapterReport(errors={"": "it does not answer"}))
-    return AdapterPod.of(pod, parse(text))
+    return AdapterPod.of(pod, AdapterReport())
 
 
-def parse(text: str) -> AdapterReport:
+def parse(text: str) -> AdapterReport | None:
     """The last line that is a report."""
     for line in reversed(text.splitlines()):
         try:
             return _decode(line)
         except (msgspec.MsgspecError, RecursionError):
             continue
-    return AdapterReport()
+    return None
