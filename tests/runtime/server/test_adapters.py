@@ -12,6 +12,7 @@ import pytest
 import zmq
 from support.adapters import write_adapter
 from support.runtime_server import ServerProcess, Stream, eventually, running
+from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server.metrics import Metrics
 from treeline_wire import frames
@@ -234,6 +235,27 @@ def test_a_listed_name_is_the_adapter_of_that_name(admin: httpx.Client, http: ht
 
 def test_adapters_are_loaded_by_administrators_alone(http: httpx.Client) -> None:
     assert http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "sql"}).status_code == 404
+
+
+def test_an_adapter_that_cannot_be_read_again_is_not_listed_until_it_is_loaded_again(
+    model: Path, tmp_path: Path
+) -> None:
+    for seed, name in enumerate(("one", "two")):
+        adapter(tmp_path / name, seed)
+    weights, away = tmp_path / "one" / WEIGHTS, tmp_path / "away"
+    flags = ("--max-total-tokens=4096", f"--lora-root={tmp_path}", "--max-lora-memory=12KiB")
+    with running(model, *flags) as server, httpx.Client(base_url=server.admin_url, timeout=60) as admin:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            for name in ("one", "two"):
+                post(admin, "load", name, lora_path=name)
+            weights.rename(away)
+            assert "load it again" in complete(http, 500, model="one")["error"]["message"]
+            listed = lambda: {one["id"] for one in http.get("/v1/models").json()["data"]}  # noqa: E731
+            eventually(lambda: listed() == {model.name, "two"}, what="the lost one to leave the list")
+            away.rename(weights)
+            post(admin, "load", "one", lora_path="one")
+            assert complete(http, model="one")["model"] == "one"
+            eventually(lambda: "one" in listed(), what="it to be listed again")
 
 
 def test_a_bad_adapter_ends_the_start_with_its_name(model: Path, tmp_path: Path) -> None:

@@ -130,6 +130,8 @@ class Adapters:
             fields["running_adapters"] = self._named(running)
         if waiting := self._slots.waiting:
             fields["waiting_adapters"] = self._named(waiting)
+        if lost := self.names.keys() - self.served.keys():
+            fields["lost_adapters"] = [*lost]
         return fields
 
     def _named(self, digests: Container[str]) -> list[str]:
