@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,18 +245,21 @@ def test_an_adapter_that_cannot_be_read_again_is_not_listed_until_it_is_loaded_a
         adapter(tmp_path / name, seed)
     weights, away = tmp_path / "one" / WEIGHTS, tmp_path / "away"
     flags = ("--max-total-tokens=4096", f"--lora-root={tmp_path}", "--max-lora-memory=12KiB")
-    with running(model, *flags) as server, httpx.Client(base_url=server.admin_url, timeout=60) as admin:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
-            for name in ("one", "two"):
-                post(admin, "load", name, lora_path=name)
-            weights.rename(away)
-            assert "load it again" in complete(http, 500, model="one")["error"]["message"]
-            listed = lambda: {one["id"] for one in http.get("/v1/models").json()["data"]}  # noqa: E731
-            eventually(lambda: listed() == {model.name, "two"}, what="the lost one to leave the list")
-            away.rename(weights)
-            post(admin, "load", "one", lora_path="one")
-            assert complete(http, model="one")["model"] == "one"
-            eventually(lambda: "one" in listed(), what="it to be listed again")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(model, *flags))
+        http, admin = (
+            stack.enter_context(httpx.Client(base_url=url, timeout=60)) for url in (server.url, server.admin_url)
+        )
+        for name in ("one", "two"):
+            post(admin, "load", name, lora_path=name)
+        weights.rename(away)
+        assert "load it again" in complete(http, 500, model="one")["error"]["message"]
+        listed = lambda: {one["id"] for one in http.get("/v1/models").json()["data"]}  # noqa: E731
+        eventually(lambda: listed() == {model.name, "two"}, what="the lost one to leave the list")
+        away.rename(weights)
+        post(admin, "load", "one", lora_path="one")
+        assert complete(http, model="one")["model"] == "one"
+        eventually(lambda: "one" in listed(), what="it to be listed again")
 
 
 def test_a_bad_adapter_ends_the_start_with_its_name(model: Path, tmp_path: Path) -> None:

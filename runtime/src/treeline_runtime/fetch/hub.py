@@ -16,9 +16,7 @@ from treeline_runtime.fetch.folder import DISK_ERRORS, TOKENIZER_FILES, WEIGHT_F
 class HubRepo:
     """A repository. Implements `Origin`; the version is its commit. `HF_TOKEN` comes from the environment."""
 
-    def __init__(
-        self, uri: str, *, weights: bool = True, files: Sequence[str] = (), commit: str | None = None
-    ) -> None:
+    def __init__(self, uri: str, *, weights: bool = True, files: Sequence[str] = (), commit: str | None = None) -> None:
         """`commit`: what the revision meant for other pods of the pool. Raises FetchError."""
         try:
             model = HubModel.parse(uri)

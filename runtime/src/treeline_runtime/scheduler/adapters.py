@@ -28,6 +28,7 @@ NO_ROOT = (
 )
 MOST_NAMES = 1024
 """Adapters that are loaded at once: every report of load names them, and pickers read lists of at most 4096 models."""
+LOST = "the adapter's files have changed since it was loaded, or cannot be read: load it again"
 MOST_SAID = 1000
 """Characters of a refusal, which may quote what a file says."""
 
@@ -40,12 +41,6 @@ class _Known:
     """Name → where its files are, without those that could not be read again."""
     num_bytes: int
     """On the host."""
-
-    @property
-    def problem(self) -> str:
-        """Why it cannot be read again."""
-        text = "the adapter's files have changed since it was loaded, or cannot be read: load it again"
-        return "" if self.folders else text
 
 
 class Adapters:
@@ -217,7 +212,7 @@ class Adapters:
         known = self._known[digest]
         known.folders.pop(message.name, None)
         self._rename({name: other for name, other in self.names.items() if name != message.name})
-        if others and known.problem:
+        if others and not known.folders:
             self._give_up(digest)
         if not others:
             self._slots.drop(digest)
@@ -230,7 +225,7 @@ class Adapters:
 
     def _rename(self, names: dict[str, str]) -> None:
         self.names = names
-        self.served = {name: digest for name, digest in names.items() if not self._known[digest].problem}
+        self.served = {name: digest for name, digest in names.items() if self._known[digest].folders}
 
     def _answer(self, message: LoadAdapterReq, error: Exception) -> None:
         text = str(error)[:MOST_SAID]
@@ -248,7 +243,7 @@ class Adapters:
         if (known := self._known.pop(req.adapter, None)) is None:
             return FinishReason("error", message="the request's adapter has been unloaded", status=404)
         self._known[req.adapter] = known
-        return FinishReason("error", message=known.problem, status=500) if known.problem else None
+        return None if known.folders else FinishReason("error", message=LOST, status=500)
 
     def _has_room(self, wanted: str) -> bool:
         """Whether it fits beside those that wait for a slot."""
@@ -289,7 +284,7 @@ class Adapters:
         """Another name's files may still be good: they are read next."""
         logger.error("the adapter in %s cannot be read again: %s", folder, error)
         known.folders = {name: other for name, other in known.folders.items() if other != folder}
-        if known.problem:
+        if not known.folders:
             self._give_up(digest)
 
     def _give_up(self, digest: str) -> None:

@@ -40,8 +40,7 @@ POLL_S = 0.05
 SILENT = {"silent": True}
 """Data of a reply that did not come."""
 _NAME_CHARS = 256
-AdapterName = Annotated[str, Meta(min_length=1, max_length=512)]
-"""Of a model's name and a version."""
+AdapterName = Annotated[str, Meta(min_length=1, max_length=2 * _NAME_CHARS)]  # room for a model's name and a version
 
 
 class SleepQuery(Struct, frozen=True):
