@@ -247,6 +247,12 @@ def test_a_source_that_cannot_be_loaded_takes_nothing_away_and_says_where_and_wh
     assert (status["adapter"]["loaded"], status["adapter"]["wanted"]) == (2, 3)
 
 
+@pytest.mark.parametrize("text", ["no json", '[{"x":' + "[" * 99_999], ids=["words", "deep"])
+def test_an_annotation_that_somebody_else_wrote_is_written_over(text):
+    ((_, text),) = plan_adapters([adapted()], [TINY], {"tiny": [pod("p", text)]}, NOW).writes
+    assert wishes_of(text).keys() == {version(adapted())}
+
+
 def test_a_silent_pod_is_named_and_holds_up_no_other():
     pods = [pod("pod-0", report=AdapterReport(errors={"": "it does not answer"})), pod("pod-1")]
     plan = plan_adapters([adapted()], [TINY], {"tiny": pods}, NOW)

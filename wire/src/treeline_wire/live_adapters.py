@@ -49,8 +49,5 @@ def wishes_text(wishes: Iterable[AdapterWish]) -> str:
 
 
 def wishes_of(text: str) -> dict[str, AdapterWish]:
-    """The wishes of an annotation, by name. Raises `msgspec.MsgspecError`."""
-    try:
-        return {wish.name: wish for wish in msgspec.json.decode(text, type=tuple[AdapterWish, ...])}
-    except RecursionError:
-        raise msgspec.DecodeError("it is nested too deeply") from None
+    """The wishes of an annotation, by name. Raises `msgspec.MsgspecError`, or RecursionError."""
+    return {wish.name: wish for wish in msgspec.json.decode(text, type=tuple[AdapterWish, ...])}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -17,19 +17,23 @@ from treeline_operator.world import Observed
 
 _PATIENCE_S: Final = 3.0
 """For the log of a pod whose node is gone; others are read meanwhile."""
+_AT_ONCE: Final = 16
+"""Half of the operator's connections: pods that are silent leave the others for all else."""
 _TAILS: Final = (2, 64)
 """Lines that are read: few, and where they have no whole report, more."""
 _decode = msgspec.json.Decoder(AdapterReport).decode
 
 
-async def heard(source: Client, pods: Iterable[Observed]) -> list[AdapterPod]:
-    """The pods with what they say; all are asked at once."""
-    return await asyncio.gather(*(_heard(source, pod) for pod in pods))
+async def heard(source: Client, pods: Mapping[str, Iterable[Observed]]) -> dict[str, list[AdapterPod]]:
+    """The pods, by pool, with what they say."""
+    turns = asyncio.Semaphore(_AT_ONCE)
+    own = (asyncio.gather(*(_heard(source, pod, turns) for pod in there)) for there in pods.values())
+    return dict(zip(pods, await asyncio.gather(*own), strict=True))
 
 
-async def _heard(source: Client, pod: Observed) -> AdapterPod:
+async def _heard(source: Client, pod: Observed, turns: asyncio.Semaphore) -> AdapterPod:
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with turns, asyncio.timeout(_PATIENCE_S):
             for lines in _TAILS:
                 text = await source.logs(pod.ref.namespace, pod.ref.name, ADAPTERS, tail_lines=lines)
                 if (report := parse(text)) is not None:

@@ -51,7 +51,7 @@ class AdapterPod:
         text = facts.annotation(pod, labels.ADAPTERS)
         try:
             asked = wishes_of(text)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             asked = {}  # it was changed by hand, and will be written over
         ready = facts.is_available(pod) and not facts.is_draining(pod)
         return cls(observed, facts.label(pod, labels.ROLE), ready, text, asked, report)

@@ -125,7 +125,7 @@ class Keeper:
         """Begin what `text` asks for and is not under way; returns how it stands. Never waits for a change."""
         try:
             wishes, loaded = wishes_of(text), self.engine.loaded()
-        except (AdapterError, msgspec.MsgspecError) as error:
+        except (AdapterError, msgspec.MsgspecError, RecursionError) as error:
             return AdapterReport(errors={"": str(error)[:LONGEST_ERROR]})
         for name in [name for name, future in self._busy.items() if future.done()]:
             before = self._failed.pop(name, None)
