@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,8 +15,10 @@ import pytest
 import zmq
 from support.adapters import write_adapter
 from support.runtime_server import ServerProcess, Stream, eventually, running
+from treeline_runtime import messages
 from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.published import LoadUpdate
+from treeline_runtime.server import administration
 from treeline_runtime.server.metrics import Metrics
 from treeline_wire import frames
 from treeline_wire.events import BlockStored, decode_batch
@@ -216,6 +220,34 @@ def test_files_with_another_digest_than_the_wanted_one_never_get_the_name(
     assert http.get("/v1/models/wanted").status_code == 404
     post(admin, "load", "wanted", lora_path="start", digest=digest[:16])
     post(admin, "unload", "wanted")
+
+
+async def test_a_volume_that_does_not_answer_holds_up_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, hangs, asked = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def to_thread(_: object, path: str) -> None:
+        asked.append(path)
+        looked.set()
+        await hangs.wait()
+
+    async def ask(*_: object, **__: object) -> messages.Reply:
+        asked.append("scheduler")
+        return messages.Reply("", data={"digest": "d"})
+
+    monkeypatch.setattr(administration.asyncio, "to_thread", to_thread)
+    manager = SimpleNamespace(ranks=[0], ask=ask)
+    state = SimpleNamespace(ready=True, adapters={})
+    service = SimpleNamespace(state=state, manager=manager, model_name="base")
+    made = administration.Administration(service, SimpleNamespace(lora_root="/root", start_timeout=1.0, dp_size=1))  # type: ignore[arg-type]
+    fields = {"lora_name": "sql", "lora_path": "claims/a"}
+    request = SimpleNamespace(query_params={}, json_object=lambda: fields)
+    loading = asyncio.create_task(made.load_adapter(request))  # type: ignore[arg-type]
+    await looked.wait()
+    assert asked == ["/root/claims/a"]
+    hangs.set()
+    await loading
+    assert asked[1:] == ["scheduler"]
+    assert state.adapters == {"sql": "d"}
 
 
 def test_a_version_of_a_model_with_the_longest_name_can_be_loaded(admin: httpx.Client, http: httpx.Client) -> None:

@@ -137,9 +137,8 @@ class Keeper:
         loads, unloads = changes(wishes, loaded, self._busy, self._failed, self.clock())
         self._busy |= {wish.name: self._loads.submit(self._load, wish) for wish in loads}
         self._busy |= {name: self._unloads.submit(self.engine.unload, name) for name in unloads}
-        good = {name: digest for name, digest in loaded.items() if name in wishes}
-        errors = {name: failure.text for name, failure in self._failed.items() if name not in good}
-        return AdapterReport({name: digest[:16] for name, digest in good.items()}, errors)
+        good = {name: digest[:16] for name, digest in loaded.items() if name in wishes}
+        return AdapterReport(good, {name: failure.text for name, failure in self._failed.items() if name not in good})
 
     def _load(self, wish: AdapterWish) -> None:
         scheme, _, path = wish.uri.partition("://")

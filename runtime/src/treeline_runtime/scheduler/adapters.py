@@ -266,21 +266,18 @@ class Adapters:
         if known is None or self._residence.level != AWAKE or digest in self._residence.adapters:
             self._residence.end_read()
             return
+        problem = future.exception()
         try:
-            future.result()
-        except Exception as error:
-            self._residence.end_read()
-            self._lose(digest, known, folder, error)
-            return
-        try:
-            self._residence.end_read(digest)
+            self._residence.end_read(digest if problem is None else None)
         except ModelError as error:
-            self._lose(digest, known, folder, error)
+            problem = error
+        if problem is not None:
+            self._lose(digest, known, folder, problem)
             return
         self._slots.away.discard(digest)
         self._make_room()
 
-    def _lose(self, digest: str, known: _Known, folder: str, error: Exception) -> None:
+    def _lose(self, digest: str, known: _Known, folder: str, error: BaseException) -> None:
         """Another name's files may still be good: they are read next."""
         logger.error("the adapter in %s cannot be read again: %s", folder, error)
         known.folders = {name: other for name, other in known.folders.items() if other != folder}

@@ -185,6 +185,8 @@ class Administration:
 
         async def load() -> dict[int, messages.Reply]:
             limit_s = self._args.start_timeout
+            # A volume that does not answer holds up this load, and not the scheduler, which looks there next.
+            await asyncio.to_thread(os.path.exists, os.path.join(self._args.lora_root or "", body.lora_path))
             replies = await self._replies(
                 lambda rank: manager.ask(
                     rank, lambda id: messages.LoadAdapterReq(id, name, body.lora_path, body.digest), timeout_s=limit_s
