@@ -112,10 +112,11 @@ class Adapters:
             else:
                 self._residence.end_read()
                 self._answer(purpose, Refused("it was unloaded meanwhile"))
-        wanted, self._slots.wanted = self._slots.wanted, None
-        if wanted in self.served.values() and self._rereading is None and self._has_room(wanted):
+        wanted, self._slots.wanted = self._slots.wanted or "", None
+        known = self._known.get(wanted)
+        if known is not None and known.folders and self._rereading is None and self._has_room(wanted):
             self._rereading = wanted
-            self._begin(wanted, next(iter(self._known[wanted].folders.values())))
+            self._begin(wanted, next(iter(known.folders.values())))
         return found
 
     def load_fields(self) -> dict[str, Any]:
