@@ -91,6 +91,14 @@ def test_unloads_that_wait_for_requests_keep_no_load_waiting(keeper: Keeper, eng
     eventually(lambda: engine.there.keys() == {new.name} or keeper.step(wishes_text([new])) is None)
 
 
+def test_what_cannot_be_read_again_is_loaded_again_or_unloaded(keeper: Keeper, engine: FakeEngine) -> None:
+    wished, left = wish("wished"), wish("left")
+    engine.there = {wished.name: "", left.name: ""}
+    engine.idle.set()
+    eventually(lambda: wished.name in keeper.step(wishes_text([wished])).loaded, what="the wished one")
+    eventually(lambda: engine.there.keys() == {wished.name} or keeper.step(wishes_text([wished])) is None)
+
+
 def test_what_fails_again_and_again_is_tried_less_and_less_often(
     keeper: Keeper, engine: FakeEngine, clock: Clock
 ) -> None:

@@ -16,6 +16,7 @@ import zmq
 from support.adapters import write_adapter
 from support.runtime_server import ServerProcess, Stream, eventually, running
 from treeline_runtime import messages
+from treeline_runtime.fetch.adapters import Engine
 from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.published import LoadUpdate
 from treeline_runtime.server import administration
@@ -288,6 +289,7 @@ def test_an_adapter_that_cannot_be_read_again_is_not_listed_until_it_is_loaded_a
         assert "load it again" in complete(http, 500, model="one")["error"]["message"]
         listed = lambda: {one["id"] for one in http.get("/v1/models").json()["data"]}  # noqa: E731
         eventually(lambda: listed() == {model.name, "two"}, what="the lost one to leave the list")
+        assert Engine(server.url, server.admin_url).loaded()["one"] == ""
         away.rename(weights)
         post(admin, "load", "one", lora_path="one")
         assert complete(http, model="one")["model"] == "one"

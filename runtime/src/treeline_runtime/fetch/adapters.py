@@ -36,8 +36,7 @@ from treeline_runtime.fetch.folder import Progress, fetch
 _EVERY_S: Final = 1.0
 _ANSWER_S, _CHANGE_S = 10.0, 3600.0
 """How long the runtime may take for an answer, and for a change: an unload waits for requests."""
-_SAID_AGAIN_S: Final = 60.0
-"""A log loses lines when it is rotated."""
+_SAID_AGAIN_S: Final = 60.0  # a log loses lines when it is rotated
 _AGAIN_S, _LONGEST_S = 20.0, 300.0
 """The first pause after a failure, which doubles, and the longest."""
 _LOADS, _UNLOADS = 4, 64
@@ -81,9 +80,11 @@ class Engine:
     administration: str
 
     def loaded(self) -> dict[str, str]:
-        """Name → digest."""
+        """Name → digest; "" where its files cannot be read again."""
         models = self._ask(f"{self.api}/v1/models", None, _ANSWER_S)["data"]
-        return {model["id"]: model["digest"] for model in models if model.get("digest")}
+        ranks = self._ask(f"{self.api}/server_info", None, _ANSWER_S)["internal_states"]
+        lost = {name: "" for rank in ranks for name in rank["lost_adapters"]}
+        return lost | {model["id"]: model["digest"] for model in models if model.get("digest")}
 
     def load(self, wish: AdapterWish, path: str) -> None:
         """Load from a folder below the root, if its files have the digest."""
@@ -134,10 +135,11 @@ class Keeper:
                 self._failed[name] = Failure(str(failure)[:LONGEST_ERROR], self.clock() + pause_s, pause_s)
         self._failed = {name: failure for name, failure in self._failed.items() if name in wishes}
         self._tidy({*wishes, *loaded, *self._busy})
-        loads, unloads = changes(wishes, loaded, self._busy, self._failed, self.clock())
+        lost = {name for name, digest in loaded.items() if not digest}
+        loads, unloads = changes(wishes, loaded.keys() - (lost & wishes.keys()), self._busy, self._failed, self.clock())
         self._busy |= {wish.name: self._loads.submit(self._load, wish) for wish in loads}
         self._busy |= {name: self._unloads.submit(self.engine.unload, name) for name in unloads}
-        good = {name: digest[:16] for name, digest in loaded.items() if name in wishes}
+        good = {name: digest[:16] for name, digest in loaded.items() if digest and name in wishes}
         return AdapterReport(good, {name: failure.text for name, failure in self._failed.items() if name not in good})
 
     def _load(self, wish: AdapterWish) -> None:

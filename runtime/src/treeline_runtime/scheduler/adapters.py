@@ -210,10 +210,9 @@ class Adapters:
         if not others and (self._slots.uses(digest) or any(req.adapter == digest for req in self._reqs())):
             self._reply(Reply(message.id, ok=False, message="requests use the adapter", data={"busy": True}))
             return
-        known = self._known[digest]
-        known.folders.pop(message.name, None)
+        self._known[digest].folders.pop(message.name, None)
         self._rename({name: other for name, other in self.names.items() if name != message.name})
-        if others and not known.folders:
+        if others and not self._known[digest].folders:
             self._give_up(digest)
         if not others:
             self._slots.drop(digest)
