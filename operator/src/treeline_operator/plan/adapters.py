@@ -143,8 +143,7 @@ def plan_adapters(
                 wanted += own
         for holder, wish in wanted:
             held[holder.name].append(wish)
-        texts = ((pod, pod.wishes(held[pod.name])) for pod in there)
-        writes += [(pod.observed, text) for pod, text in texts if text != pod.text]
+        writes += [(pod.observed, text) for pod in there if (text := pod.wishes(held[pod.name])) != pod.text]
     busy = any(pod.is_busy for there in pods.values() for pod in there)
     moves = not all(state.is_settled(now) for state in states.values())
     return AdapterPlan(writes, states, _LOOK_S[0] if writes or busy or moves else _LOOK_S[1] if states else None)

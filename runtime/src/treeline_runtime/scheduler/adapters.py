@@ -126,8 +126,7 @@ class Adapters:
             fields["running_adapters"] = self._named(running)
         if waiting := self._slots.waiting:
             fields["waiting_adapters"] = self._named(waiting)
-        if lost := self.names.keys() - self.served.keys():
-            fields["lost_adapters"] = [*lost]
+        fields["lost_adapters"] = [*self.names.keys() - self.served.keys()]
         return fields
 
     def _named(self, digests: Container[str]) -> list[str]:
