@@ -174,8 +174,7 @@ class Adapters:
             raise
         digest, size = adapter.digest, adapter.num_bytes
         known = self._known.pop(digest, None)
-        # one that had to leave comes back when a request is about to use it, and no sooner: others may need the memory
-        self._residence.end_read(digest if known is None else None)
+        self._residence.end_read(digest if known is None else None)  # one that had to leave comes back when it is used
         self._known[digest] = _Known({**(known.folders if known else {}), name: folder}, size)
         self._rename(self.names | {name: digest})
         self._make_room()
