@@ -264,7 +264,7 @@ async def test_a_log_is_read_once(script: Script, cluster: Client) -> None:
     assert dict(script.seen[0].query) == {
         "container": "runtime",
         "tailLines": "2",
-        "limitBytes": "16384",
+        "limitBytes": "32768",
     }
 
 

@@ -12,7 +12,7 @@ from treeline_kube.errors import NotFound
 from treeline_kube.resources import KNOWN, Ref, Resource
 
 Object = dict[str, Any]
-_LOG_BYTES = 16_384
+_PIECE = 16_384  # kubelets keep longer lines in pieces of this, each of which counts as one
 
 
 class Client(Connection):
@@ -149,9 +149,9 @@ class Client(Connection):
         return await self._object(Call("patch", resource, path, query, body, MERGE))
 
     async def logs(self, namespace: str, pod: str, container: str, *, tail_lines: int) -> str:
-        """The end of a container's log."""
+        """The end of a container's log. Kubelets cut what exceeds a limit at its end, so all of these lines fit."""
         _, path = await self._address(Ref("v1", "Pod", namespace, pod), "log")
-        query = [("container", container), ("tailLines", str(tail_lines)), ("limitBytes", str(_LOG_BYTES))]
+        query = [("container", container), ("tailLines", str(tail_lines)), ("limitBytes", str(tail_lines * _PIECE))]
         answer = await self.request(Call("get", "pods/log", path, query, accept="*/*", retry=ONCE))
         return answer.body.decode(errors="replace")
 

@@ -188,11 +188,12 @@ class UpdateWeightsReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True
 
 
 class LoadAdapterReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Loads a LoRA adapter from a folder below `lora_root`. Answered by Reply, with its `digest` in `data`."""
+    """Loads a LoRA adapter from below `lora_root`, if its digest begins so. Answered by Reply, with it in `data`."""
 
     id: str
     name: str
     path: str
+    digest: str = ""
 
 
 class UnloadAdapterReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):

@@ -112,6 +112,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """Names of those with a running request; all names of each."""
     waiting_adapters: list[str] = msgspec.field(default_factory=list)
     """Names of those with a waiting one."""
+    lost_adapters: list[str] = msgspec.field(default_factory=list)
+    """Names of those that cannot be read again."""
 
     @property
     def used_share(self) -> float:

@@ -153,6 +153,13 @@ def test_a_rules_adapter_gets_its_requests_and_those_of_targets_that_name_the_ru
     assert table.names() == ["own", "chat", "sql"], "versions are the operator's matter"
 
 
+def test_a_pools_model_may_be_named_like_a_version():
+    dated = "qwen@2024011512"
+    table = ModelTable({"a": [dated]}, [rule("r")], {"a": PoolClaim("g", (dated,))})
+    assert table.resolve("chat").target == table.resolve(None).target == dated
+    assert table.names() == [dated, "chat"]
+
+
 def test_an_adapter_that_is_not_loaded_yet_is_not_the_model_without_it():
     waits = rule("s", "sql", adapter="sql@")
     assert ModelTable({"a": ["own"]}, [waits], POOLS).resolve("sql").target == "sql@"

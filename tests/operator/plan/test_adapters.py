@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.operator_status import NOW, model, observed, pool
-from treeline_operator.plan.adapters import SETTLE_S, AdapterPod, AdapterState, plan_adapters
+from treeline_operator.plan import adapters as plans
+from treeline_operator.plan.adapters import MOST_TEXT, SETTLE_S, AdapterPod, AdapterState, plan_adapters
 from treeline_operator.status.models import model_statuses
 from treeline_wire import labels
 from treeline_wire.live_adapters import AdapterReport, version_name, wishes_of, wishes_text
@@ -246,6 +247,12 @@ def test_a_source_that_cannot_be_loaded_takes_nothing_away_and_says_where_and_wh
     assert (status["adapter"]["loaded"], status["adapter"]["wanted"]) == (2, 3)
 
 
+@pytest.mark.parametrize("text", ["no json", '[{"x":' + "[" * 99_999], ids=["words", "deep"])
+def test_an_annotation_that_somebody_else_wrote_is_written_over(text):
+    ((_, text),) = plan_adapters([adapted()], [TINY], {"tiny": [pod("p", text)]}, NOW).writes
+    assert wishes_of(text).keys() == {version(adapted())}
+
+
 def test_a_silent_pod_is_named_and_holds_up_no_other():
     pods = [pod("pod-0", report=AdapterReport(errors={"": "it does not answer"})), pod("pod-1")]
     plan = plan_adapters([adapted()], [TINY], {"tiny": pods}, NOW)
@@ -292,6 +299,39 @@ def test_pods_with_different_files_under_one_name_are_a_problem():
     (status,) = model_statuses([made], [TINY], NOW, states).values()
     assert "with different files: x on a, y on b. Set spec.adapter.digest" in status["conditions"][1]["message"]
     assert "digest" not in status["adapter"]
+
+
+def test_more_adapters_than_an_annotation_has_room_for_take_no_others_away():
+    cluster = Cluster("pod-0", "pod-1")
+    cluster.models = {f"m{number}": adapted(f"m{number}", f"s3://bucket/{'x' * 480}{number}") for number in range(400)}
+    cluster.settle()
+    before = {name: cluster.serving(name) for name in cluster.models}
+    served = [name for name in before if before[name]]
+    assert served == [f"m{number}" for number in range(len(served))], "the oldest"
+    assert 300 < len(served) < 400
+    assert all(len(one.text) <= MOST_TEXT for one in cluster.pods.values())
+    full = "its annotation has no room for more adapters"
+    assert cluster.states["m399"].problems == dict.fromkeys(cluster.pods, full)
+    cluster.models = {"older": adapted("older", f"s3://bucket/{'y' * 480}"), **cluster.models}
+    cluster.settle()
+    assert {name: cluster.serving(name) for name in before} == before
+    del cluster.models["m0"]
+    cluster.settle()
+    assert cluster.serving("older") == {"pod-0", "pod-1"}
+
+
+def test_what_pods_are_asked_for_is_looked_through_once_for_all_models(monkeypatch):
+    cluster = Cluster("pod-0", "pod-1", "pod-2")
+    cluster.models = {f"m{number}": adapted(f"m{number}") for number in range(40)}
+    cluster.plan()
+    for name in cluster.pods:
+        cluster.answer(name)
+    cluster.plan()
+    looks, model_name = [], plans._model_name
+    monkeypatch.setattr(plans, "_model_name", lambda wish: looks.append(wish) or model_name(wish))
+    cluster.plan()
+    assert not any(state.is_settled(cluster.now) for state in cluster.states.values())
+    assert len(looks) == 3 * 40
 
 
 def test_each_side_of_a_pool_has_its_own_pods_and_a_draining_pod_keeps_what_it_has():

@@ -226,7 +226,7 @@ def test_a_failure_ends_with_one_line_and_its_reason(
 def test_a_model_that_does_not_fit_is_refused_before_the_download(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20, total=1 << 30))
     assert run(tmp_path / "m") == 1
     assert (tmp_path / "termination-log").read_text().startswith("ModelTooLarge: needs 0.0 GiB, 0.0 GiB free in")
     assert hub.downloads == 0

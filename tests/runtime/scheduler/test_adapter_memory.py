@@ -132,6 +132,24 @@ def test_files_that_changed_end_the_requests_that_need_them_and_no_others(
     assert len(engine.generate("cured", PROMPT, namespace=of(digest))) == 8
 
 
+@pytest.mark.parametrize("how", ["unloaded", "changed"])
+@pytest.mark.parametrize("first", ["mine", "theirs"])
+def test_an_adapter_that_another_name_shares_is_read_from_its_own_files(
+    model: Path, tmp_path: Path, how: str, first: str
+) -> None:
+    engine = engine_with_room(model, tmp_path, 1)
+    digest = ""
+    for name in (first, "theirs" if first == "mine" else "mine"):
+        digest = engine.added(name, 1, Q)
+    if how == "unloaded":
+        assert engine.remove("theirs").ok
+    (engine.root / "theirs" / WEIGHTS).unlink()
+    other = engine.added("other", 2, Q)
+    assert digest in engine.cache.slots.away
+    assert len(engine.generate("r", PROMPT, namespace=of(digest))) == 8
+    assert engine.load().digests.items() >= {("mine", digest), ("other", other)}
+
+
 def test_changed_files_can_be_loaded_after_an_unload(model: Path, tmp_path: Path) -> None:
     engine = engine_with_room(model, tmp_path, 1)
     digest = engine.added("a", 1, Q)
@@ -143,6 +161,27 @@ def test_changed_files_can_be_loaded_after_an_unload(model: Path, tmp_path: Path
     assert engine.remove("a").ok
     new = engine.added("a", 3, Q)
     assert len(engine.generate("new", PROMPT, namespace=of(new))) == 8
+
+
+def test_adapters_that_are_loaded_again_take_no_more_memory_than_there_is(model: Path, tmp_path: Path) -> None:
+    engine = engine_with_room(model, tmp_path, 1, max_loras=1)
+    digests = {name: engine.added(name, seed, Q) for seed, name in enumerate("abcd")}
+    for name, tokens in zip("dabc", (60, 2, 2, 2), strict=True):
+        engine.submit(name, PROMPT, namespace=of(digests[name]), max_new_tokens=tokens)
+    for name in "abc":
+        assert engine.add(name).ok
+        assert len(engine.residence.adapters) <= 2
+    engine.run()
+    assert [len(engine.tokens(name)) for name in "dabc"] == [60, 2, 2, 2]
+
+
+def test_files_with_another_digest_are_forgotten_before_anybody_can_use_them(model: Path, tmp_path: Path) -> None:
+    engine = AdapterHarness(model, tmp_path / "root")
+    digest = engine.added("a", 1, Q)
+    assert engine.remove("a").ok
+    assert not engine.ask(LoadAdapterReq("wrong", "a", "a", "0" * 16)).ok
+    assert engine.adapters.names == engine.residence.adapters == {}
+    assert engine.ask(LoadAdapterReq("right", "a", "a", digest[:16])).ok
 
 
 def test_an_adapter_larger_than_the_room_for_all_is_refused(model: Path, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,10 +15,15 @@ import pytest
 import zmq
 from support.adapters import write_adapter
 from support.runtime_server import ServerProcess, Stream, eventually, running
+from treeline_runtime import messages
+from treeline_runtime.fetch.adapters import Engine
+from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.published import LoadUpdate
+from treeline_runtime.server import administration
 from treeline_runtime.server.metrics import Metrics
 from treeline_wire import frames
 from treeline_wire.events import BlockStored, decode_batch
+from treeline_wire.live_adapters import version_name
 from treeline_wire.load import TREELINE_LOAD_TOPIC, decode_load
 
 pytestmark = pytest.mark.integration
@@ -204,6 +212,52 @@ def test_names_that_are_taken_or_unknown_are_refused(admin: httpx.Client, http: 
     assert "`start`" in complete(http, 404, model="none")["error"]["message"], "what is served is told"
 
 
+def test_files_with_another_digest_than_the_wanted_one_never_get_the_name(
+    admin: httpx.Client, http: httpx.Client
+) -> None:
+    digest = http.get("/v1/models/start").json()["digest"]
+    said = post(admin, "load", "wanted", 400, lora_path="sql", digest=digest[:16])
+    assert f"{digest[:16]} is wanted" in said["error"]["message"]
+    assert http.get("/v1/models/wanted").status_code == 404
+    post(admin, "load", "wanted", lora_path="start", digest=digest[:16])
+    post(admin, "unload", "wanted")
+
+
+async def test_a_volume_that_does_not_answer_holds_up_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, hangs, asked = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def to_thread(_: object, path: str) -> None:
+        asked.append(path)
+        looked.set()
+        await hangs.wait()
+
+    async def ask(*_: object, **__: object) -> messages.Reply:
+        asked.append("scheduler")
+        return messages.Reply("", data={"digest": "d"})
+
+    monkeypatch.setattr(administration.asyncio, "to_thread", to_thread)
+    manager = SimpleNamespace(ranks=[0], ask=ask)
+    state = SimpleNamespace(ready=True, adapters={})
+    service = SimpleNamespace(state=state, manager=manager, model_name="base")
+    made = administration.Administration(service, SimpleNamespace(lora_root="/root", start_timeout=1.0, dp_size=1))  # type: ignore[arg-type]
+    fields = {"lora_name": "sql", "lora_path": "claims/a"}
+    request = SimpleNamespace(query_params={}, json_object=lambda: fields)
+    loading = asyncio.create_task(made.load_adapter(request))  # type: ignore[arg-type]
+    await looked.wait()
+    assert asked == ["/root/claims/a"]
+    hangs.set()
+    await loading
+    assert asked[1:] == ["scheduler"]
+    assert state.adapters == {"sql": "d"}
+
+
+def test_a_version_of_a_model_with_the_longest_name_can_be_loaded(admin: httpx.Client, http: httpx.Client) -> None:
+    name = version_name("m" * 256, "hf://o/a", "")
+    post(admin, "load", name, lora_path="sql")
+    assert complete(http, model=name)["model"] == name
+    post(admin, "unload", name)
+
+
 def test_a_listed_name_is_the_adapter_of_that_name(admin: httpx.Client, http: httpx.Client, model: Path) -> None:
     name = f"{model.name}:start"
     expected = text(http, model="start")
@@ -215,6 +269,31 @@ def test_a_listed_name_is_the_adapter_of_that_name(admin: httpx.Client, http: ht
 
 def test_adapters_are_loaded_by_administrators_alone(http: httpx.Client) -> None:
     assert http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "sql"}).status_code == 404
+
+
+def test_an_adapter_that_cannot_be_read_again_is_not_listed_until_it_is_loaded_again(
+    model: Path, tmp_path: Path
+) -> None:
+    for seed, name in enumerate(("one", "two")):
+        adapter(tmp_path / name, seed)
+    weights, away = tmp_path / "one" / WEIGHTS, tmp_path / "away"
+    flags = ("--max-total-tokens=4096", f"--lora-root={tmp_path}", "--max-lora-memory=12KiB")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(model, *flags))
+        http, admin = (
+            stack.enter_context(httpx.Client(base_url=url, timeout=60)) for url in (server.url, server.admin_url)
+        )
+        for name in ("one", "two"):
+            post(admin, "load", name, lora_path=name)
+        weights.rename(away)
+        assert "load it again" in complete(http, 500, model="one")["error"]["message"]
+        listed = lambda: {one["id"] for one in http.get("/v1/models").json()["data"]}  # noqa: E731
+        eventually(lambda: listed() == {model.name, "two"}, what="the lost one to leave the list")
+        assert Engine(server.url, server.admin_url).loaded()["one"] == ""
+        away.rename(weights)
+        post(admin, "load", "one", lora_path="one")
+        assert complete(http, model="one")["model"] == "one"
+        eventually(lambda: "one" in listed(), what="it to be listed again")
 
 
 def test_a_bad_adapter_ends_the_start_with_its_name(model: Path, tmp_path: Path) -> None:

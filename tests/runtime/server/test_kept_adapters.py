@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -51,6 +53,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     folder = write_adapter(tmp_path / "sql", SHAPES, seed=2, size=0.8)
     broad = write_adapter(tmp_path / "broad", SHAPES, seed=3, rank=16)
     repos = {at.name: FakeRepo({file.name: file.read_bytes() for file in at.iterdir()}) for at in (folder, broad)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40, total=1 << 40))
     with running_hub(**repos) as found:
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
         template = found.url + "/{repo_id}/resolve/{revision}/{filename}"

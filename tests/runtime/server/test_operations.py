@@ -245,7 +245,13 @@ async def test_an_adapter_is_loaded_or_unloaded_by_one_caller_at_a_time() -> Non
     assert world.state.adapters == {}
 
 
-async def test_a_load_that_failed_is_undone_where_it_succeeded_and_where_it_may_still_succeed() -> None:
+async def test_a_load_that_failed_is_undone_where_it_succeeded_and_where_it_may_still_succeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def at_once(look: Callable[..., object], *of: object) -> object:
+        return look(*of)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
     world = World()
     world.answers = {1: None, 2: "no such folder"}
     loading = asyncio.create_task(world.engine.load_adapter(asked(lora_name="a", lora_path="a")))

@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
+
+LONGEST_ERROR: Final = 300
 
 
 class AdapterWish(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -24,8 +28,8 @@ class AdapterWish(msgspec.Struct, frozen=True, omit_defaults=True):
 class AdapterReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """`loaded`: name → the first 16 digits of its files' digest. `errors`: name → why it is not; "" is the engine."""
 
-    loaded: dict[str, str] = {}
-    errors: dict[str, str] = {}
+    loaded: dict[str, Annotated[str, Meta(max_length=16)]] = {}
+    errors: dict[str, Annotated[str, Meta(max_length=LONGEST_ERROR)]] = {}
 
 
 def version_name(model: str, uri: str, digest: str) -> str:
@@ -45,5 +49,5 @@ def wishes_text(wishes: Iterable[AdapterWish]) -> str:
 
 
 def wishes_of(text: str) -> dict[str, AdapterWish]:
-    """The wishes of an annotation, by name. Raises `msgspec.MsgspecError`."""
+    """The wishes of an annotation, by name. Raises `msgspec.MsgspecError`, or RecursionError."""
     return {wish.name: wish for wish in msgspec.json.decode(text, type=tuple[AdapterWish, ...])}

@@ -138,7 +138,9 @@ class ModelTable:
         decided = decide_names(everything, claims)
         self.verdicts, self._holders = decided.verdicts, decided.holders
         self._served = {pool: tuple(models) for pool, models in served.items()}
-        self._own = {pool: tuple(m for m in models if not is_version(m)) for pool, models in self._served.items()}
+        claimed = {name for claim in claims.values() for name in claim.names}
+        self._versions = {m for models in self._served.values() for m in models if is_version(m)} - claimed
+        self._own = {pool: tuple(m for m in each if m not in self._versions) for pool, each in self._served.items()}
         """Without the versions of rules' adapters."""
         self._engines: dict[str, str] = {}
         for pool, models in self._served.items():
@@ -201,7 +203,7 @@ class ModelTable:
     def names(self) -> list[str]:
         """Return all model names for requests, each once: those of engines in the pools' order, then the rules'. The
         versions of a rule's adapter are left out."""
-        return list(dict.fromkeys([*(name for name in self._engines if not is_version(name)), *self._rules]))
+        return list(dict.fromkeys([*(name for name in self._engines if name not in self._versions), *self._rules]))
 
     def _only_name(self) -> str:
         served = {(pool, model) for pool, models in self._own.items() for model in models}

@@ -225,7 +225,7 @@ class Reconciler:
     ) -> AdapterPlan:
         """Ask the pods of a namespace for their adapters, and tell them which they are to have."""
         pods = {pool.name: self.observer.adapter_pods(key.namespace, pool.name) for pool in pools}
-        said = dict(zip(pods, await asyncio.gather(*(heard(self.statuses, own) for own in pods.values())), strict=True))
+        said = await heard(self.statuses, pods)
         unreadable = (one.object.get("spec") or {} for one, _ in self.observer.unreadable_models(key.namespace))
         unread = {str(spec.get("modelName")) for spec in unreadable}
         accepted = [model for model in models if not model.deleting and names.verdicts[model.name].accepted]

@@ -8,6 +8,7 @@ model by a hash of both names, so that few adapters move when a pod comes or goe
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -28,6 +29,8 @@ SETTLE_S: Final = 10.0
 """By then every picker has heard where the requests for a name go, and what it sent before has arrived."""
 _LOOK_S: Final = (1.0, 10.0)
 """How soon pods are asked again: while something is under way, and otherwise."""
+MOST_TEXT: Final = 200_000
+"""Characters of wishes: all annotations of a pod together have 256 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class AdapterPod:
         text = facts.annotation(pod, labels.ADAPTERS)
         try:
             asked = wishes_of(text)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             asked = {}  # it was changed by hand, and will be written over
         ready = facts.is_available(pod) and not facts.is_draining(pod)
         return cls(observed, facts.label(pod, labels.ROLE), ready, text, asked, report)
@@ -60,6 +63,21 @@ class AdapterPod:
     def has(self, version: str) -> bool:
         """Whether the pod has loaded a version that it should have."""
         return version in self.asked and version in self.report.loaded
+
+    def problem(self, wish: AdapterWish) -> str:
+        """Why it has not loaded it, if more is known."""
+        if wish.name not in self.asked and len(self.text) + len(wishes_text([wish])) - 1 > MOST_TEXT:
+            return "its annotation has no room for more adapters"
+        return self.report.errors.get(wish.name) or self.report.errors.get("", "")
+
+    def wishes(self, held: Iterable[AdapterWish]) -> str:
+        """What it is asked for: first what it has been asked for before, and then what there is room for."""
+        kept, left = list[AdapterWish](), MOST_TEXT
+        for wish in sorted({one.name: one for one in held}.values(), key=lambda one: one.name not in self.asked):
+            if (size := len(wishes_text([wish])) - 1) < left:
+                kept.append(wish)
+                left -= size
+        return wishes_text(kept)
 
     @property
     def is_busy(self) -> bool:
@@ -115,24 +133,26 @@ def plan_adapters(
     mine = [model for model in models if model.spec.adapter is not None]
     for pool in pools:
         there = pods.get(pool.name, ())
-        held = [(pod, wish) for pod in there for wish in pod.asked.values() if _model_name(wish) in unread]
+        asked, held = defaultdict[str, Held](list), defaultdict[str, list[AdapterWish]](list)
+        for holder, wish in ((pod, wish) for pod in there for wish in pod.asked.values()):
+            asked[_model_name(wish)].append((holder, wish))
+        wanted = [one for name in unread for one in asked[name]]
         for model in mine:
             if model.spec.pool_ref.name == pool.name:
-                states[model.name], own = _placed(model, pool, there, now)
-                held += own
-        for pod in there:
-            text = wishes_text({wish.name: wish for holder, wish in held if holder is pod}.values())
-            if text != pod.text:
-                writes.append((pod.observed, text))
+                states[model.name], own = _placed(model, pool, there, asked[model.spec.model_name], now)
+                wanted += own
+        for holder, wish in wanted:
+            held[holder.name].append(wish)
+        writes += [(pod.observed, text) for pod in there if (text := pod.wishes(held[pod.name])) != pod.text]
     busy = any(pod.is_busy for there in pods.values() for pod in there)
     moves = not all(state.is_settled(now) for state in states.values())
     return AdapterPlan(writes, states, _LOOK_S[0] if writes or busy or moves else _LOOK_S[1] if states else None)
 
 
 def _placed(
-    model: InferenceModel, pool: InferencePool, pods: Sequence[AdapterPod], now: datetime
+    model: InferenceModel, pool: InferencePool, pods: Sequence[AdapterPod], asked: Held, now: datetime
 ) -> tuple[AdapterState, Held]:
-    """The state of an adapter, and which versions of it are whose."""
+    """The state of an adapter, and which versions of it are whose. `asked`: those that pods are asked for."""
     spec, told = model.spec, model.status.get("adapter", {})
     assert spec.adapter is not None
     uri, digest = spec.adapter.uri, spec.adapter.digest or ""
@@ -145,19 +165,18 @@ def _placed(
         lost = not any(pod.has(state.served) for pod in pods)
         if state.served != new.name and any(pod.has(new.name) for pod in pods) and (lost or _all_have(chosen, new)):
             state = replace(state, served=new.name, since=now)
-        errors = {pod.name: pod.report.errors for pod in chosen if not pod.has(new.name)}
         state = replace(
             state,
             wanted=tuple(sorted(pod.name for pod in chosen)),
             digests={pod.name: pod.report.loaded[new.name] for pod in chosen if pod.has(new.name)},
-            problems={name: why for name, e in errors.items() if (why := e.get(new.name) or e.get("", ""))},
+            problems={pod.name: why for pod in chosen if not pod.has(new.name) and (why := pod.problem(new))},
         )
         held += _holders(new, chosen, pods)
     if state.refused or state.served != new.name:
-        for old in [pod.asked[state.served] for pod in pods if state.served in pod.asked][:1]:
+        for old in [old for _, old in asked if old.name == state.served][:1]:
             held += _holders(old, chosen, pods)
     if not state.is_settled(now):
-        held += ((pod, old) for pod in pods for old in pod.asked.values() if _model_name(old) == spec.model_name)
+        held += asked
     return state, held
 
 

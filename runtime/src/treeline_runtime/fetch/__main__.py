@@ -33,12 +33,12 @@ COMMITS: Final = "TREELINE_COMMITS"
 logger = logging.getLogger("treeline.fetch")
 
 
-def wanted(uri: str, to: str, *, weights: bool = True) -> Wanted:
-    """Raises FetchError."""
+def wanted(uri: str, to: str, *, weights: bool = True, files: Sequence[str] = ()) -> Wanted:
+    """`files`: all that is fetched, if not a model's. Raises FetchError."""
     if uri.startswith(("s3://", "gs://")):
-        return Wanted(Bucket(uri, weights=weights), Path(to), weights)
+        return Wanted(Bucket(uri, weights=weights, files=files), Path(to), weights)
     commit = commits_of(os.environ.get(COMMITS, "")).get(uri)
-    origin = HubRepo(uri, weights=weights, commit=commit)
+    origin = HubRepo(uri, weights=weights, files=files, commit=commit)
     return Wanted(origin, Path(to), weights, uri)
 
 

@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -66,10 +66,10 @@ _CODE: Final = re.compile("<Code>(.*?)</Code>")
 class Bucket:
     """A folder of a bucket. Implements `Origin`; the version is a digest of names, sizes and entity tags."""
 
-    def __init__(self, uri: str, *, weights: bool = True) -> None:
+    def __init__(self, uri: str, *, weights: bool = True, files: Sequence[str] = ()) -> None:
         """Raises FetchError."""
         self.name = uri
-        self._patterns = WEIGHT_FILES if weights else TOKENIZER_FILES
+        self._patterns = files or (WEIGHT_FILES if weights else TOKENIZER_FILES)
         self._weights = weights
         self._tags: dict[str, str | None] = {}
         prefix, variables = _CREDENTIALS[uri.partition("://")[0]]

@@ -74,12 +74,13 @@ class Origin(Protocol):
 @dataclass(frozen=True)
 class Wanted:
     """A model to fetch, and its folder. `weights`: whether weights are fetched, or only the tokenizer.
-    `uri`: for models of the Hub."""
+    `uri`: for models of the Hub. `spare`: share of the disk that stays free."""
 
     origin: Origin
     to: Path
     weights: bool = True
     uri: str | None = None
+    spare: float = 0.0
 
     @property
     def partial(self) -> Path:
@@ -174,8 +175,9 @@ def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
     total = sum(listed.sizes.values())
     progress.total += total
     missing = total - _size(wanted.partial)
-    free = shutil.disk_usage(wanted.to.parent).free
-    if missing + SPARE_BYTES > free:
+    disk = shutil.disk_usage(wanted.to.parent)
+    free = max(0, disk.free - max(SPARE_BYTES, int(wanted.spare * disk.total)))
+    if missing > free:
         raise FetchError("ModelTooLarge", f"needs {_gib(missing)}, {_gib(free)} free in {wanted.to.parent}")
     with _telling(lambda: progress.tell(_size(wanted.partial)), every_s):
         wanted.origin.download(listed, wanted.partial)

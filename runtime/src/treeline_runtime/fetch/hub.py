@@ -16,7 +16,7 @@ from treeline_runtime.fetch.folder import DISK_ERRORS, TOKENIZER_FILES, WEIGHT_F
 class HubRepo:
     """A repository. Implements `Origin`; the version is its commit. `HF_TOKEN` comes from the environment."""
 
-    def __init__(self, uri: str, *, weights: bool = True, commit: str | None = None) -> None:
+    def __init__(self, uri: str, *, weights: bool = True, files: Sequence[str] = (), commit: str | None = None) -> None:
         """`commit`: what the revision meant for other pods of the pool. Raises FetchError."""
         try:
             model = HubModel.parse(uri)
@@ -26,6 +26,7 @@ class HubRepo:
         self._revision = model.revision
         self._asked_for = commit or model.revision
         self._weights = weights
+        self._patterns = [*files] or (WEIGHT_FILES if weights else TOKENIZER_FILES)
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -45,9 +46,8 @@ class HubRepo:
         # imported late: it takes a second, and a complete folder does not need it
         from huggingface_hub import snapshot_download
 
-        patterns = WEIGHT_FILES if self._weights else TOKENIZER_FILES
         options |= {"revision": revision, "local_dir": to}
-        found: Any = snapshot_download(self.name, allow_patterns=patterns, ignore_patterns=IGNORED, **options)
+        found: Any = snapshot_download(self.name, allow_patterns=self._patterns, ignore_patterns=IGNORED, **options)
         return found if isinstance(found, list) else ()
 
     def _asked(self, call: Callable[[], Sequence[Any]]) -> Sequence[Any]:

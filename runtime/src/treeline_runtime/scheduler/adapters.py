@@ -28,6 +28,7 @@ NO_ROOT = (
 )
 MOST_NAMES = 1024
 """Adapters that are loaded at once: every report of load names them, and pickers read lists of at most 4096 models."""
+LOST = "the adapter's files have changed since it was loaded, or cannot be read: load it again"
 MOST_SAID = 1000
 """Characters of a refusal, which may quote what a file says."""
 
@@ -36,11 +37,10 @@ MOST_SAID = 1000
 class _Known:
     """A loaded adapter."""
 
-    folder: str
+    folders: dict[str, str]
+    """Name → where its files are, without those that could not be read again."""
     num_bytes: int
     """On the host."""
-    problem: str = ""
-    """Why it cannot be read again."""
 
 
 class Adapters:
@@ -105,17 +105,18 @@ class Adapters:
             purpose, folder, future, started = self._read.get()
             found = True
             if isinstance(purpose, str):
-                self._take_again(purpose, future)
+                self._take_again(purpose, folder, future)
             elif purpose in self._loading:
                 self._loading.remove(purpose)
                 self._take(purpose, folder, future, started)
             else:
                 self._residence.end_read()
                 self._answer(purpose, Refused("it was unloaded meanwhile"))
-        wanted, self._slots.wanted = self._slots.wanted, None
-        if wanted in self._known and self._rereading is None and self._has_room(wanted):
+        wanted, self._slots.wanted = self._slots.wanted or "", None
+        known = self._known.get(wanted)
+        if known is not None and known.folders and self._rereading is None and self._has_room(wanted):
             self._rereading = wanted
-            self._begin(wanted, self._known[wanted].folder)
+            self._begin(wanted, next(iter(known.folders.values())))
         return found
 
     def load_fields(self) -> dict[str, Any]:
@@ -125,6 +126,7 @@ class Adapters:
             fields["running_adapters"] = self._named(running)
         if waiting := self._slots.waiting:
             fields["waiting_adapters"] = self._named(waiting)
+        fields["lost_adapters"] = [*self.names.keys() - self.served.keys()]
         return fields
 
     def _named(self, digests: Container[str]) -> list[str]:
@@ -154,7 +156,7 @@ class Adapters:
 
     def _take(self, message: LoadAdapterReq, folder: str, future: Future[Adapter], started: float) -> None:
         try:
-            adapter = self._add(message.name, folder, future)
+            adapter = self._add(message.name, folder, future, message.digest)
         except Exception as error:
             self._answer(message, error)
             return
@@ -162,24 +164,25 @@ class Adapters:
         logger.info("adapter %r, rank %d, from %s: %.2f s", message.name, adapter.rank, folder, seconds)
         self._reply(Reply(message.id, data={"digest": adapter.digest}))
 
-    def _add(self, name: str, folder: str, future: Future[Adapter]) -> Adapter:
+    def _add(self, name: str, folder: str, future: Future[Adapter], wanted: str = "") -> Adapter:
         """Ends the reading that was begun first. Raises ModelError or Refused."""
         try:
             adapter = future.result()
-            self._check(name, adapter)
+            self._check(name, adapter, wanted)
         except Exception:
             self._residence.end_read()
             raise
         digest, size = adapter.digest, adapter.num_bytes
-        # one that had to leave comes back when a request is about to use it, and no sooner: others may need the memory
-        self._residence.end_read(None if digest in self._residence.adapters or digest in self._slots.away else digest)
-        self._known.pop(digest, None)
-        self._known[digest] = _Known(folder, size)
+        known = self._known.pop(digest, None)
+        self._residence.end_read(digest if known is None else None)  # one that had to leave comes back when it is used
+        self._known[digest] = _Known({**(known.folders if known else {}), name: folder}, size)
         self._rename(self.names | {name: digest})
         self._make_room()
         return adapter
 
-    def _check(self, name: str, adapter: Adapter) -> None:
+    def _check(self, name: str, adapter: Adapter, wanted: str) -> None:
+        if not adapter.digest.startswith(wanted):
+            raise Refused(f"the digest of the files is {adapter.digest}, and {wanted} is wanted")
         if self._residence.level != AWAKE:
             raise Refused("the engine is asleep: /wake_up first")
         known = self.names.get(name)
@@ -205,7 +208,10 @@ class Adapters:
         if not others and (self._slots.uses(digest) or any(req.adapter == digest for req in self._reqs())):
             self._reply(Reply(message.id, ok=False, message="requests use the adapter", data={"busy": True}))
             return
+        self._known[digest].folders.pop(message.name, None)
         self._rename({name: other for name, other in self.names.items() if name != message.name})
+        if others and not self._known[digest].folders:
+            self._give_up(digest)
         if not others:
             self._slots.drop(digest)
             self._slots.away.discard(digest)
@@ -217,7 +223,7 @@ class Adapters:
 
     def _rename(self, names: dict[str, str]) -> None:
         self.names = names
-        self.served = {name: digest for name, digest in names.items() if not self._known[digest].problem}
+        self.served = {name: digest for name, digest in names.items() if self._known[digest].folders}
 
     def _answer(self, message: LoadAdapterReq, error: Exception) -> None:
         text = str(error)[:MOST_SAID]
@@ -235,7 +241,7 @@ class Adapters:
         if (known := self._known.pop(req.adapter, None)) is None:
             return FinishReason("error", message="the request's adapter has been unloaded", status=404)
         self._known[req.adapter] = known
-        return FinishReason("error", message=known.problem, status=500) if known.problem else None
+        return None if known.folders else FinishReason("error", message=LOST, status=500)
 
     def _has_room(self, wanted: str) -> bool:
         """Whether it fits beside those that wait for a slot."""
@@ -253,29 +259,31 @@ class Adapters:
                 self._slots.away.add(digest)
                 used -= known.num_bytes
 
-    def _take_again(self, digest: str, future: Future[Adapter]) -> None:
+    def _take_again(self, digest: str, folder: str, future: Future[Adapter]) -> None:
         self._rereading, known = None, self._known.get(digest)
         if known is None or self._residence.level != AWAKE or digest in self._residence.adapters:
             self._residence.end_read()
             return
+        problem = future.exception()
         try:
-            future.result()
-        except Exception as error:
-            self._residence.end_read()
-            self._give_up(digest, known, error)
-            return
-        try:
-            self._residence.end_read(digest)
+            self._residence.end_read(digest if problem is None else None)
         except ModelError as error:
-            self._give_up(digest, known, error)
+            problem = error
+        if problem is not None:
+            self._lose(digest, known, folder, problem)
             return
         self._slots.away.discard(digest)
         self._make_room()
 
-    def _give_up(self, digest: str, known: _Known, error: Exception) -> None:
+    def _lose(self, digest: str, known: _Known, folder: str, error: BaseException) -> None:
+        """Another name's files may still be good: they are read next."""
+        logger.error("the adapter in %s cannot be read again: %s", folder, error)
+        known.folders = {name: other for name, other in known.folders.items() if other != folder}
+        if not known.folders:
+            self._give_up(digest)
+
+    def _give_up(self, digest: str) -> None:
         """Its requests without a slot end, and none comes in until it is loaded again."""
-        logger.error("the adapter in %s cannot be read again: %s", known.folder, error)
-        known.problem = "the adapter's files have changed since it was loaded, or cannot be read: load it again"
         self._rename(self.names)
         for req in self._reqs():
             if req.adapter == digest and req.row < 0 and (finish := self.refused(req)) is not None:

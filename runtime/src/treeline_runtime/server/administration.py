@@ -40,7 +40,7 @@ POLL_S = 0.05
 SILENT = {"silent": True}
 """Data of a reply that did not come."""
 _NAME_CHARS = 256
-AdapterName = Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS)]
+AdapterName = Annotated[str, Meta(min_length=1, max_length=2 * _NAME_CHARS)]  # room for a model's name and a version
 
 
 class SleepQuery(Struct, frozen=True):
@@ -71,6 +71,8 @@ class UpdateBody(Struct, frozen=True):
 class AdapterBody(Struct, frozen=True):
     lora_name: AdapterName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    digest: Annotated[str, Meta(max_length=64)] = ""
+    """The beginning of its files' digest: others are refused."""
 
 
 class AdapterNameBody(Struct, frozen=True):
@@ -183,9 +185,11 @@ class Administration:
 
         async def load() -> dict[int, messages.Reply]:
             limit_s = self._args.start_timeout
+            # A volume that does not answer holds up this load, and not the scheduler, which looks there next.
+            await asyncio.to_thread(os.path.exists, os.path.join(self._args.lora_root or "", body.lora_path))
             replies = await self._replies(
                 lambda rank: manager.ask(
-                    rank, lambda id: messages.LoadAdapterReq(id, name, body.lora_path), timeout_s=limit_s
+                    rank, lambda id: messages.LoadAdapterReq(id, name, body.lora_path, body.digest), timeout_s=limit_s
                 )
             )
             if all(reply.ok for reply in replies.values()):

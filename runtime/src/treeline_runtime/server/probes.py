@@ -254,7 +254,9 @@ class Probes:
     # ---- information ----------------------------------------------------------------------------------------
 
     async def models(self) -> Response:
-        adapters = (name for name, digest in self._service.state.adapters.items() if digest)
+        state = self._service.state
+        lost = {name for load in state.loads for name in load.lost_adapters}
+        adapters = (name for name, digest in state.adapters.items() if digest and name not in lost)
         return json_answer(answers.Models("list", [self._model(), *map(self._model, adapters)]))
 
     async def model(self, model: str) -> Response:
