@@ -16,9 +16,9 @@ import os
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, TypeVar, get_args
@@ -243,10 +243,9 @@ class PageStore:
         others = self._elsewhere(True, [page for _, page, _ in copies], [slot for *_, slot in copies])
 
         def copy(part: Sequence[tuple[bytes, int, int]]) -> list[int]:
-            with slab.copying():  # what is in the tree is known to be computed
+            with _beside(others), slab.copying():  # what is in the tree is known to be computed
                 for batch in self._batches(part):
                     pool.copy_out([page for _, page, _ in batch], slab.runs([slot for *_, slot in batch]))
-            others.result()
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in part]
 
         def ended(checksums: list[int | None], _seconds: float) -> None:
@@ -392,7 +391,7 @@ class PageStore:
         def read(part: Sequence[tuple[bytes, Entry, int]]) -> list[bool]:
             """Whether pages are good, up to one that is not: those after it are of no use."""
             found = list[bool]()
-            with slab.copying(after):
+            with _beside(others), slab.copying(after):
                 for batch in self._batches(part):
                     sound = [form.checksum(one, slab.page(of.slot).data) == of.checksum for one, of, _ in batch]
                     good = batch[: sound.index(False)] if False in sound else batch
@@ -401,7 +400,6 @@ class PageStore:
                     found += sound[: len(good) + 1]
                     if len(good) < len(batch):
                         break
-            others.result()
             return found
 
         def ended(found: list[bool | None], seconds: float) -> None:
@@ -476,6 +474,16 @@ class PageStore:
         self._slab.close()
         if self.disk is not None:
             self.disk.close()
+
+
+@contextmanager
+def _beside(others: Future[None]) -> Iterator[None]:
+    """A context manager for this rank's part of copies, which ends when the other ranks' have, also at an error: until
+    then their pages and slots are taken. Raises what another rank could not do."""
+    try:
+        yield
+    finally:
+        others.result()
 
 
 def _cut(items: Sequence[T], size: int) -> list[Sequence[T]]:
