@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from support.eagle_heads import write_head
 from support.runtime_engine import prompt
 from support.runtime_server import eventually
 from treeline_runtime import Engine, SamplingParams
-from treeline_runtime.scheduler.ranks.group import Followers
+from treeline_runtime.config import ConfigError
+from treeline_runtime.scheduler.ranks.group import Followers, Peer
+from treeline_runtime.scheduler.ranks.protocol import Copied
 from treeline_runtime.scheduler.rates import LoadRates
+from treeline_runtime.scheduler_thread import EngineDead
 
 pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("ranks_are_forked", "nothing_is_left")]
 
@@ -71,3 +75,44 @@ def test_a_page_is_not_used_if_one_rank_could_not_copy_its_part(
             outputs = [engine.generate(ids, GREEDY) for ids in PROMPTS]
             assert [output.token_ids for output in outputs] == expected
             assert not any(output.cached_tokens for output in outputs)
+
+
+def test_the_shared_memory_ends_with_the_engine_and_with_a_start_that_fails(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def shared() -> list[str]:
+        places = (f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd"))
+        return [place for place in places if os.path.lexists(place) and "treeline pages" in os.readlink(place)]
+
+    settings = SETTINGS | {"host_cache": 1 << 20, "disk_cache": str(tmp_path)}
+    with Engine(checkpoints[0], tp_size=2, **settings):
+        there = shared()
+        assert there
+        with pytest.raises(ConfigError, match="another server"):
+            Engine(checkpoints[0], tp_size=2, **settings)
+        assert shared() == there
+    eventually(lambda: not shared(), what="it is closed")
+
+
+def test_what_a_rank_says_of_its_copies_after_another_is_lost_is_late(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, peers = Followers._copied, list[Peer]()
+
+    def late(self: Followers, word: Copied, name: str) -> None:
+        if name == "rank 2":
+            peers[:] = self._peers
+            assert peers[0].child is not None
+            peers[0].child.kill()
+            self._failed.wait()
+        copied(self, word, name)
+
+    monkeypatch.setattr(Followers, "_copied", late)
+    with (
+        pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"),
+        Engine(checkpoints[0], tp_size=4, host_cache=1 << 20, **SETTINGS) as engine,
+    ):
+        while True:
+            engine.generate(PROMPTS[0], GREEDY)
+    eventually(lambda: all(peer.stream.fileno() < 0 for peer in peers), what="all streams are closed")
+    assert len(peers) == 3

@@ -94,7 +94,6 @@ class Scheduler:
         self.audits = CacheAudits(config, limit, chunk, self.cache, self._compute)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
-        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, stats, transport.wake, clock, group)
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler
@@ -122,6 +121,8 @@ class Scheduler:
             **administration.handlers,
             **self.adapters.handlers,
         }
+        # at last: what fails before has nothing to give back
+        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, stats, transport.wake, clock, group)
 
     @property
     def executor(self) -> Executor:

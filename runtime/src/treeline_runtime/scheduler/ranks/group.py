@@ -166,7 +166,8 @@ class Followers:
     def copy(self, to_host: bool, pages: Sequence[int], slots: Sequence[int]) -> Future[None]:
         """All others copy their parts of pages (see `Elsewhere`)."""
         number, copies = next(self._numbers), Copies(len(self._peers))
-        self._copies[number] = copies
+        with self._lock:
+            self._copies[number] = copies
         self.tell(protocol.Copy(number, to_host, [*pages], [*slots]))
         return copies.done
 
@@ -249,7 +250,9 @@ class Followers:
 
     def _copied(self, word: protocol.Copied, name: str) -> None:
         with self._lock:
-            copies = self._copies[word.number]
+            copies = self._copies.get(word.number)
+            if copies is None:  # the group is at its end
+                return
             copies.left -= 1
             if word.problem is not None:
                 copies.problem = f"{name}: {word.problem}"
