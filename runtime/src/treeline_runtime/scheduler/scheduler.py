@@ -103,8 +103,7 @@ class Scheduler:
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
         self._processed_at, self._prefills_in_a_row = 0.0, 0
-        self._transport, self._group = transport, group
-        self._peers = peers
+        self._transport, self._group, self._peers = transport, group, peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
         parts = self.residence, self.cache, self.audits, self.profiler

@@ -37,6 +37,8 @@ def start(
         del model  # the scheduler's alone: it may have to let go of it
         try:
             scheduler.residence.warm_up()
+            if config.host_cache is not None:
+                together(group, lambda: None)  # all ranks have opened the memory of the pages
             scheduler.adapters.load_now(config.lora_modules)
         except BaseException:
             scheduler.close()
