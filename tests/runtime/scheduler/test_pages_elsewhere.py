@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiered_engine import PROMPTS, answers, engine, round_of
+from support.tiered_engine import PROMPTS, answers, engine, report, round_of
 from treeline_runtime.kvcache import KVPool
 
 
@@ -21,7 +21,7 @@ class Others(Future[None]):
 
 @pytest.mark.parametrize(("name", "uses"), [("copy_out", 1), ("copy_in", 2)])
 def test_a_copy_that_fails_on_rank_0_ends_after_those_of_the_others(
-    name: str, uses: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, uses: int, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, begun = answers(tiny), list[Others]()
 
@@ -38,6 +38,9 @@ def test_a_copy_that_fails_on_rank_0_ends_after_those_of_the_others(
             round_of(made, str(use), expected)
         made.cache.tiers.store._elsewhere = elsewhere
         monkeypatch.setattr(KVPool, name, fail)
-        assert made.generate("again", PROMPTS[0]) == expected[0]
-        assert begun
+        for i in range(3):
+            assert made.generate(f"again-{i}", PROMPTS[i]) == expected[i]
+        assert len(begun) >= 3
         assert all(one.done() for one in begun)
+        assert report(made).total_failures["copy"] >= 3 * 24
+    assert [record.message for record in caplog.records].count("pages could not be copied") == 1, "a line a minute"

@@ -52,7 +52,7 @@ others."""
 LOOK_S = 0.001
 """While the device computes prompts, peers' questions and ended copies wait no longer."""
 SETTLE_S = 3.0
-"""Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
+"""Time for copies to end before a flush or sleep, which they take only if a disk or a rank hangs."""
 
 
 class Tiers:
