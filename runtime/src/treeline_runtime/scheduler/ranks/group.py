@@ -50,7 +50,9 @@ def rank_config(config: SchedulerConfig, index: int, device: torch.device) -> Sc
     """One rank's part of its machine. Its GPU is so many after the first; ranks on CPUs share the cores. Raises
     ConfigError if there are too few GPUs here."""
     plain: dict[str, Any] = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
-    plain["model"] = os.path.abspath(config.model)  # the working directory may change
+    for name in ("model", "speculative_draft_model_path"):
+        if plain[name] is not None:
+            plain[name] = os.path.abspath(plain[name])  # the working directory may change
     here = config.ranks_here
     if device.type != "cuda":
         threads = config.threads or max(1, torch.get_num_threads() // here)
