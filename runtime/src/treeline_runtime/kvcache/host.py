@@ -146,7 +146,7 @@ class Slab:
         self, num_slots: int, page_bytes: int, device: torch.device, part: slice | None = None, place: str | None = None
     ) -> None:
         """part: this rank's bytes of a page; None: there is one rank. place: another rank's, which has made it. Raises
-        RuntimeError if the system does not pin so much memory."""
+        OSError or MemoryError if the system does not give so much memory, RuntimeError if it does not pin it."""
         self._device = device
         self._part = part
         self.place = place
