@@ -164,6 +164,14 @@ def test_unknown_settings_are_refused(model: Path) -> None:
         Engine(model=model, attention_backend="nope", **SETTINGS)
 
 
+def test_a_start_that_fails_gives_its_folder_of_pages_back(model: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"host_cache": 1 << 20, "disk_cache": str(tmp_path / "pages")}
+    with pytest.raises(ModelError, match="--lora-modules bad="):
+        Engine(model=model, lora_modules=(f"bad={tmp_path}",), **settings)
+    with Engine(model=model, **settings):
+        pass
+
+
 def test_messages_tokens_and_settings_do_not_load_torch() -> None:
     code = (
         "import sys, treeline_runtime.messages, treeline_runtime.tokens, treeline_runtime.config, treeline_runtime;"

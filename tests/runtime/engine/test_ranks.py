@@ -226,13 +226,15 @@ def test_an_unexpected_error_of_one_rank_leaves_all_with_the_old_weights(
 
 
 def test_all_ranks_read_a_relative_path_from_where_the_engine_is(
-    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = checkpoints
     with Engine(new, **SETTINGS) as engine:
         expected = engine.generate(IDS, GREEDY).token_ids
+    head = write_head(tmp_path / "head", old, (0, 1, 1))
     monkeypatch.chdir(old.parent)
-    with Engine(old.name, tp_size=2, **SETTINGS) as engine:
+    drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": os.path.relpath(head)}
+    with Engine(old.name, tp_size=2, **drafter, **SETTINGS) as engine:
         monkeypatch.chdir(new)
         first = engine.generate(IDS, GREEDY).token_ids
         engine.sleep(2)

@@ -208,6 +208,17 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         open_tier(tmp_path / "file")
 
 
+def test_a_folder_that_cannot_be_read_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        with pytest.raises(ConfigError, match="cannot be used"):
+            open_tier(tmp_path)
+    open_tier(tmp_path)
+
+
 def outside(tmp_path: Path) -> Path:
     """A folder with a file that must stay as it is."""
     there = tmp_path / "outside"

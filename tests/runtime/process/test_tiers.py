@@ -61,7 +61,7 @@ def test_prompts_that_left_the_device_are_cached_and_answered_the_same(model: Pa
         with server.client() as http:
             tiers = http.get("/server_info").json()["internal_states"][0]["tiers"]
         assert tiers["total_loads"]["loaded"] > 0
-        assert tiers["total_failures"] == {"bad_page": 0, "disk": 0, "peer": 0}
+        assert tiers["total_failures"] == {"bad_page": 0, "copy": 0, "disk": 0, "peer": 0}
         with server.admin() as admin:
             assert admin.post("/sleep").status_code == 200
             assert admin.post("/wake_up").status_code == 200

@@ -60,7 +60,7 @@ def test_what_a_peer_has_on_its_device_is_pulled_and_answered_the_same(
             assert pulled == whole or "host_cache" in settings, "a small host passes on less"
             assert found.total_loaded_tokens == {"CPU": pulled, "DISK": 0, "PEER": pulled}
             assert report(there).total_sent_tokens >= pulled
-            assert found.total_failures == {"bad_page": 0, "disk": 0, "peer": int("host_cache" in settings)}
+            assert found.total_failures == {"bad_page": 0, "copy": 0, "disk": 0, "peer": int("host_cache" in settings)}
             assert here.generate("again", PROMPT) == expected, "what was pulled is cached"
 
 

@@ -185,7 +185,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_holds_no_page_of_the_device(
         assert report(made).total_loads["failed"] == 1
         made.inbox.append(FlushReq("f"))
         made.step()
-        assert made.replies[-1].message == "pages are being copied, and the disk does not answer"
+        assert made.replies[-1].message == "pages are being copied, and the disk or a rank does not answer"
         held.go.set()
         made.run()
         assert made.generate("answers again", PROMPTS[2]) == expected[2]

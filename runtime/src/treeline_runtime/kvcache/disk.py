@@ -17,7 +17,7 @@ import stat
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +54,14 @@ class DiskTier:
             raise ConfigError(
                 f"--disk-cache-size {most_bytes} is less than a page, which takes {self._file_bytes} bytes"
             )
+        self._opened = ExitStack()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._lock = self._open(LOCK, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._opened.callback(os.close, self._folder)
+            lock = self._open(LOCK, os.O_RDWR | os.O_CREAT)
+            self._opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for _, key, size in sorted(self._found()):
                 self._files[key] = size
                 self.num_bytes += size
@@ -66,6 +69,7 @@ class DiskTier:
             self.close()
             raise ConfigError(f"--disk-cache {folder} is another server's: give each a folder of its own") from None
         except OSError as error:
+            self.close()
             raise ConfigError(f"--disk-cache {folder} cannot be used: {error}") from None
         self.delete(self._make_room(0))
 
@@ -143,8 +147,7 @@ class DiskTier:
         return gone
 
     def close(self) -> None:
-        os.close(self._lock)
-        os.close(self._folder)
+        self._opened.close()
 
     # ---- in any thread ------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class Slab:
         self, num_slots: int, page_bytes: int, device: torch.device, part: slice | None = None, place: str | None = None
     ) -> None:
         """part: this rank's bytes of a page; None: there is one rank. place: another rank's, which has made it. Raises
-        RuntimeError if the system does not pin so much memory."""
+        OSError or MemoryError if the system does not give so much memory, RuntimeError if it does not pin it."""
         self._device = device
         self._part = part
         self.place = place
@@ -162,13 +162,12 @@ class Slab:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._slots.ctypes.data, self._slots.nbytes, 0))
 
     def _shared(self, size: int) -> npt.NDArray[np.uint8]:
+        file = os.memfd_create("treeline pages") if self.place is None else os.open(self.place, os.O_RDWR)
+        self._file = os.fdopen(file, "r+b", buffering=0)  # closed with this object, if the rest fails
         if self.place is None:
-            self._file = os.memfd_create("treeline pages")
-            os.ftruncate(self._file, size)
-            self.place = f"/proc/{os.getpid()}/fd/{self._file}"
-        else:
-            self._file = os.open(self.place, os.O_RDWR)
-        return np.frombuffer(mmap.mmap(self._file, size), dtype=np.uint8)
+            self._file.truncate(size)
+            self.place = f"/proc/{os.getpid()}/fd/{file}"
+        return np.frombuffer(mmap.mmap(file, size), dtype=np.uint8)
 
     def page(self, slot: int) -> npt.NDArray[np.uint8]:
         """(bytes of a page,), not a copy."""
@@ -187,7 +186,7 @@ class Slab:
         if self._device.type == "cuda":
             torch.cuda.cudart().cudaHostUnregister(self._slots.ctypes.data)
         if self._part is not None:
-            os.close(self._file)
+            self._file.close()
 
     # ---- copies, in any thread ----------------------------------------------------------------------------
 

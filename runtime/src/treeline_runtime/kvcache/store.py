@@ -16,9 +16,9 @@ import os
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, TypeVar, get_args
@@ -64,15 +64,17 @@ class _Job:
     futures: list[Future[tuple[list[Any], float]]] = field(default_factory=list)
     ended: int = 0
 
-    def finish(self) -> None:
-        results, total = list[Any](), 0.0
+    def finish(self) -> BaseException | None:
+        """Returns what has kept a thread from its part, if anything has."""
+        results, total, failed = list[Any](), 0.0, None
         for part, future in zip(self.parts, self.futures, strict=True):
             if (error := future.exception()) is not None:
-                logger.error("pages could not be copied", exc_info=error)
+                failed = error
             found, seconds = ([], 0.0) if error is not None else future.result()
             results += found + [None] * (len(part) - len(found))
             total += seconds
         self.then(results, total / len(self.parts))
+        return failed
 
 
 class Workers:
@@ -87,6 +89,7 @@ class Workers:
         self._ended: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._wake = wake
         self.busy = Counter[Work]()
+        self._logged_at = float("-inf")
 
     def start(
         self,
@@ -125,7 +128,10 @@ class Workers:
             job.ended += 1
             if job.ended == len(job.parts):
                 self.busy[job.kind] -= 1
-                job.finish()
+                error = job.finish()
+                if error is not None and time.monotonic() - self._logged_at >= LOG_S:
+                    self._logged_at = time.monotonic()
+                    logger.error("pages could not be copied", exc_info=error)
         return found
 
     def close(self) -> None:
@@ -211,9 +217,9 @@ class PageStore:
         """Copied from the host to the device; from the others to the host."""
         self.sent_pages = 0
         """To peers."""
-        self.failures = Counter[str](bad_page=0, disk=0, peer=0)
-        """Pages with a checksum or header that was not theirs; reads and writes of the disk, and reads from peers, that
-        failed."""
+        self.failures = Counter[str](bad_page=0, copy=0, disk=0, peer=0)
+        """Pages with a checksum or header that was not theirs; those that a rank could not copy between device and
+        host; reads and writes of the disk, and reads from peers, that failed."""
 
     def uses(self, place: Lower) -> bool:
         return not self.off & {"CPU", place}
@@ -243,10 +249,9 @@ class PageStore:
         others = self._elsewhere(True, [page for _, page, _ in copies], [slot for *_, slot in copies])
 
         def copy(part: Sequence[tuple[bytes, int, int]]) -> list[int]:
-            with slab.copying():  # what is in the tree is known to be computed
+            with _beside(others), slab.copying():  # what is in the tree is known to be computed
                 for batch in self._batches(part):
                     pool.copy_out([page for _, page, _ in batch], slab.runs([slot for *_, slot in batch]))
-            others.result()
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in part]
 
         def ended(checksums: list[int | None], _seconds: float) -> None:
@@ -259,6 +264,7 @@ class PageStore:
                     there.append(digest)
             self.host.touch(there)
             self.stored_pages["CPU"] += len(there)
+            self.failures["copy"] += len(copies) - len(there)
             self._events.copied(there, "CPU")
             self._write(there)
             then()
@@ -392,7 +398,7 @@ class PageStore:
         def read(part: Sequence[tuple[bytes, Entry, int]]) -> list[bool]:
             """Whether pages are good, up to one that is not: those after it are of no use."""
             found = list[bool]()
-            with slab.copying(after):
+            with _beside(others), slab.copying(after):
                 for batch in self._batches(part):
                     sound = [form.checksum(one, slab.page(of.slot).data) == of.checksum for one, of, _ in batch]
                     good = batch[: sound.index(False)] if False in sound else batch
@@ -401,13 +407,13 @@ class PageStore:
                     found += sound[: len(good) + 1]
                     if len(good) < len(batch):
                         break
-            others.result()
             return found
 
         def ended(found: list[bool | None], seconds: float) -> None:
             good = [of for of, _ in takewhile(lambda pair: pair[1], zip(reads, found, strict=True))]
             for digest in reversed(digests):
                 self.host.end_read(digest)
+            self.failures["copy"] += 0 if False in found else found.count(None)
             for (digest, *_), sound in zip(reads, found, strict=True):
                 self.failures["bad_page"] += sound is False
                 if sound is False and self.host.drop(digest):
@@ -476,6 +482,16 @@ class PageStore:
         self._slab.close()
         if self.disk is not None:
             self.disk.close()
+
+
+@contextmanager
+def _beside(others: Future[None]) -> Iterator[None]:
+    """A context manager for this rank's part of copies, which ends when the other ranks' have, also at an error: until
+    then their pages and slots are taken. Raises what another rank could not do."""
+    try:
+        yield
+    finally:
+        others.result()
 
 
 def _cut(items: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -434,7 +434,7 @@ class Administration:
         if not self._is_idle():
             raise Busy("requests are running or waiting")
         if self._cache.tiers is not None and not self._cache.tiers.settle():
-            raise Busy("pages are being copied, and the disk does not answer")
+            raise Busy("pages are being copied, and the disk or a rank does not answer")
 
     def _flush(self, _: messages.FlushReq) -> None:
         self._check_idle()

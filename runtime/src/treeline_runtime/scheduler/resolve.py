@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import ENOMEM
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def told_as_settings(
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    except (MemoryError, RuntimeError, OSError) as error:
+        of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", 0) == ENOMEM
         # nor has torch a type for it on a CPU, and where CUDA itself has no memory, for a graph say
         if not of_memory and not any(words in str(error) for words in ("can't allocate memory", "out of memory")):
             raise

@@ -94,7 +94,6 @@ class Scheduler:
         self.audits = CacheAudits(config, limit, chunk, self.cache, self._compute)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
-        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, stats, transport.wake, clock, group)
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler
@@ -104,8 +103,7 @@ class Scheduler:
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
         self._processed_at, self._prefills_in_a_row = 0.0, 0
-        self._transport, self._group = transport, group
-        self._peers = peers
+        self._transport, self._group, self._peers = transport, group, peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
         parts = self.residence, self.cache, self.audits, self.profiler, self._speculation
@@ -122,6 +120,8 @@ class Scheduler:
             **administration.handlers,
             **self.adapters.handlers,
         }
+        # at last: what fails before has nothing to give back
+        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, stats, transport.wake, clock, group)
 
     @property
     def executor(self) -> Executor:

@@ -35,8 +35,14 @@ def start(
         model, _ = together(group, lambda: load(config, group, peers))
         scheduler = Scheduler(config, model, transport, processors=processors, group=group, peers=peers)
         del model  # the scheduler's alone: it may have to let go of it
-        scheduler.residence.warm_up()
-        scheduler.adapters.load_now(config.lora_modules)
+        try:
+            scheduler.residence.warm_up()
+            if config.host_cache is not None:
+                together(group, lambda: None)  # all ranks have opened the memory of the pages
+            scheduler.adapters.load_now(config.lora_modules)
+        except BaseException:
+            scheduler.close()
+            raise
     except BaseException:
         if group is not None:
             group.close()

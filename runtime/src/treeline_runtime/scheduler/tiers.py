@@ -52,7 +52,7 @@ others."""
 LOOK_S = 0.001
 """While the device computes prompts, peers' questions and ended copies wait no longer."""
 SETTLE_S = 3.0
-"""Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
+"""Time for copies to end before a flush or sleep, which they take only if a disk or a rank hangs."""
 
 
 class Tiers:
@@ -366,12 +366,15 @@ def open_tiers(
     """The tiers that the settings ask for. group: the other ranks. Raises ConfigError."""
     if not limits.host_pages:
         return None
-    form, slab = residence.page_format(), residence.open_slab()
-    if group is not None and slab.place is not None:
-        group.tell(Share(slab.place))
-    disk = None
-    if config.disk_cache is not None:
-        disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
+    form, slab, disk = residence.page_format(), residence.open_slab(), None
+    try:
+        if group is not None and slab.place is not None:
+            group.tell(Share(slab.place))
+        if config.disk_cache is not None:
+            disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
+    except BaseException:
+        slab.close()
+        raise
     workers = Workers(wake)
     elsewhere = nowhere if group is None else group.copy
     store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers, cache.tree.events, elsewhere)

@@ -114,7 +114,7 @@ _TIERS = {
         "medium",
     ),
     "total_loads": (Counter, "load_back_total", "Prompts loaded, computed as that was faster, or failed.", "outcome"),
-    "total_failures": (Counter, "kv_tier_failures_total", "Errors: bad_page (wrong checksums), disk, peer.", "kind"),
+    "total_failures": (Counter, "kv_tier_failures_total", "Errors: bad_page (checksums), copy, disk, peer.", "kind"),
 }
 """By member of TierLoad: kind, name, text, label. No series unless there are tiers."""
 

@@ -50,7 +50,9 @@ def rank_config(config: SchedulerConfig, index: int, device: torch.device) -> Sc
     """One rank's part of its machine. Its GPU is so many after the first; ranks on CPUs share the cores. Raises
     ConfigError if there are too few GPUs here."""
     plain: dict[str, Any] = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
-    plain["model"] = os.path.abspath(config.model)  # the working directory may change
+    for name in ("model", "speculative_draft_model_path"):
+        if plain[name] is not None:
+            plain[name] = os.path.abspath(plain[name])  # the working directory may change
     here = config.ranks_here
     if device.type != "cuda":
         threads = config.threads or max(1, torch.get_num_threads() // here)
@@ -166,7 +168,8 @@ class Followers:
     def copy(self, to_host: bool, pages: Sequence[int], slots: Sequence[int]) -> Future[None]:
         """All others copy their parts of pages (see `Elsewhere`)."""
         number, copies = next(self._numbers), Copies(len(self._peers))
-        self._copies[number] = copies
+        with self._lock:
+            self._copies[number] = copies
         self.tell(protocol.Copy(number, to_host, [*pages], [*slots]))
         return copies.done
 
@@ -249,7 +252,9 @@ class Followers:
 
     def _copied(self, word: protocol.Copied, name: str) -> None:
         with self._lock:
-            copies = self._copies[word.number]
+            copies = self._copies.get(word.number)
+            if copies is None:  # the group is at its end
+                return
             copies.left -= 1
             if word.problem is not None:
                 copies.problem = f"{name}: {word.problem}"

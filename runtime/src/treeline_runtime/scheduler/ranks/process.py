@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -132,7 +133,7 @@ class Copier:
 
 
 def follow(orders: protocol.Orders, leader: Leader) -> None:
-    """Computes what rank 0 tells, until it ends. Raises GroupFailed."""
+    """Computes what rank 0 tells, until it ends. Raises GroupFailed, or Agreed if not all ranks can."""
     residence = begin(orders.config, leader)
     gc.collect()
     gc.freeze()  # objects so far are permanent: later collections skip them
@@ -148,7 +149,7 @@ def follow(orders: protocol.Orders, leader: Leader) -> None:
         elif isinstance(command, protocol.Clear):
             residence.executor.clear(np.array(command.pages, dtype=np.int64))
         elif isinstance(command, protocol.Share):
-            copier = Copier(residence, leader.words, command.place)
+            copier, _ = protocol.together(leader, partial(Copier, residence, leader.words, command.place))
         elif isinstance(command, protocol.Copy):
             assert copier is not None
             copier.begin(command)

@@ -67,7 +67,7 @@ class Clear(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Share(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Pages come and go through this memory."""
+    """Pages come and go through this memory; `Settle` will follow."""
 
     place: str
     """See `Slab.place`."""
