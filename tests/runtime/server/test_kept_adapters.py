@@ -115,7 +115,13 @@ def test_wishes_are_loaded_from_hub_and_claim_and_what_is_not_wished_goes_with_i
     report = settled(keeper, wish("sql", "hf://org/sql", report.loaded[sql.name]))
     assert len(report.loaded) == 1, "the digest that it reported is one to wish for"
     settled(keeper)
-    assert not list((root / "fetched").glob("*/adapter_model.safetensors"))
+
+    def tidied() -> bool:
+        """Files go in the step after the one that sees the unload."""
+        keeper.step("[]")
+        return not list((root / "fetched").glob("*/adapter_model.safetensors"))
+
+    eventually(tidied, what="its files go")
     assert "by-hand" in keeper.engine.loaded(), "it is not ours"
     admin.post("/v1/unload_lora_adapter", json={"lora_name": "by-hand"})
 
