@@ -17,7 +17,8 @@ from treeline_runtime.server.metrics import Metrics
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 PROMPT: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 60, "temperature": 0}
 AGAIN = {"ignore_eos": True}
-"""The model then says the same again."""
+"""The model then says the same again. Each request has a salt of its own, so none is guessed by the answers before it.
+"""
 
 
 def series(page: str) -> dict[str, float]:
@@ -58,7 +59,7 @@ def test_answers_say_what_was_guessed(server: ServerProcess) -> None:
     short = client.completions.create(model="m", **PROMPT)
     assert short.usage is not None
     assert short.usage.completion_tokens_details is None, "nothing was guessed"
-    long = client.completions.create(model="m", **PROMPT, extra_body=AGAIN)
+    long = client.completions.create(model="m", **PROMPT, extra_body=AGAIN | {"cache_salt": "a"})
     assert long.usage is not None
     details = long.usage.completion_tokens_details
     assert details is not None
@@ -66,11 +67,16 @@ def test_answers_say_what_was_guessed(server: ServerProcess) -> None:
     assert 30 < details.accepted_prediction_tokens < 60
     assert details.rejected_prediction_tokens is not None
     *_, last = client.completions.create(
-        model="m", **PROMPT, extra_body=AGAIN, stream=True, stream_options={"include_usage": True}
+        model="m",
+        **PROMPT,
+        extra_body=AGAIN | {"cache_salt": "b"},
+        stream=True,
+        stream_options={"include_usage": True},
     )
     assert last.usage == long.usage.model_copy(update={"prompt_tokens_details": last.usage.prompt_tokens_details})
     params = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{server.url}/generate", json={"text": PROMPT["prompt"], "sampling_params": params}).json()
+    body = {"text": PROMPT["prompt"], "sampling_params": params, "cache_salt": "c"}
+    answer = httpx.post(f"{server.url}/generate", json=body).json()
     meta = answer["meta_info"]
     assert meta["spec_accept_token_num"] == details.accepted_prediction_tokens
     assert meta["spec_draft_token_num"] - meta["spec_accept_token_num"] == details.rejected_prediction_tokens
