@@ -46,6 +46,11 @@ def bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
 
 
+def kv_heads_of_ranks(config: EngineConfig, model: ModelConfig) -> int:
+    """Key and value heads that all ranks have together: ranks that are more than the heads have copies of them."""
+    return max(model.num_kv_heads, config.tp_size)
+
+
 def draft_bytes_per_token(config: EngineConfig, model: ModelConfig, element_bytes: int) -> int:
     """Bytes per token of what a drafter keeps in the same pages: keys and values, and of a head the token's features.
     Raises ModelError."""

@@ -142,7 +142,7 @@ def test_a_rank_that_cannot_open_the_shared_memory_ends_the_start(
     tell = Followers.tell
 
     def misplace(self: Followers, command: Any) -> None:
-        tell(self, Share("/nowhere") if isinstance(command, Share) else command)
+        tell(self, Share("/nowhere", command.page_bytes) if isinstance(command, Share) else command)
 
     monkeypatch.setattr(Followers, "tell", misplace)
     with pytest.raises(ModelError, match=r"^rank 1: FileNotFoundError"):

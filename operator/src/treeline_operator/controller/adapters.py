@@ -11,6 +11,7 @@ from treeline_kube.client import Client
 from treeline_kube.errors import KubeError
 from treeline_wire.live_adapters import AdapterReport
 
+from treeline_operator.controller.log_lines import last_line
 from treeline_operator.plan.adapters import AdapterPod
 from treeline_operator.plan.facts import ADAPTERS
 from treeline_operator.world import Observed
@@ -45,9 +46,4 @@ async def _heard(source: Client, pod: Observed, turns: asyncio.Semaphore) -> Ada
 
 def parse(text: str) -> AdapterReport | None:
     """The last line that is a report."""
-    for line in reversed(text.splitlines()):
-        try:
-            return _decode(line)
-        except (msgspec.MsgspecError, RecursionError):
-            continue
-    return None
+    return last_line(text, _decode)

@@ -11,6 +11,7 @@ import msgspec
 from treeline_kube.client import Client
 from treeline_kube.errors import KubeError
 
+from treeline_operator.controller.log_lines import last_line
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.controller.store import Store
 from treeline_operator.plan.facts import DOWNLOAD, container_statuses
@@ -102,12 +103,7 @@ class Downloads:
 
 def parse(text: str) -> _Line | None:
     """The last line with progress."""
-    for line in reversed(text.splitlines()):
-        try:
-            return _decode(line)
-        except (msgspec.MsgspecError, RecursionError):
-            continue
-    return None
+    return last_line(text, _decode)
 
 
 def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:

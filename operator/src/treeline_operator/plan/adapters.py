@@ -71,7 +71,7 @@ class AdapterPod:
         return self.report.errors.get(wish.name) or self.report.errors.get("", "")
 
     def wishes(self, held: Iterable[AdapterWish]) -> str:
-        """What it is asked for: first what it has been asked for before, and then what there is room for."""
+        """The text of its annotation. Adapters that stand there already come first, others while there is room."""
         kept, left = list[AdapterWish](), MOST_TEXT
         for wish in sorted({one.name: one for one in held}.values(), key=lambda one: one.name not in self.asked):
             if (size := len(wishes_text([wish])) - 1) < left:

@@ -25,6 +25,7 @@ from treeline_runtime import messages
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.kvcache.host import Slab
 from treeline_runtime.kvcache.page import PageFormat, format_of
+from treeline_runtime.memory import kv_heads_of_ranks
 from treeline_runtime.models.adapters import Adapter, read_adapter
 from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
@@ -97,7 +98,7 @@ class Residence:
             Path(config.model),
             num_layers=model.num_layers,
             page_size=limits.page_size,
-            num_kv_heads=max(model.num_kv_heads, config.tp_size),
+            num_kv_heads=kv_heads_of_ranks(config, model),
             head_dim=model.head_dim,
             element_bytes=limits.kv_dtype.itemsize,
             drafter=None if drafter is None else (Path(drafter), limits.draft_bytes_per_token * limits.page_size),
@@ -114,11 +115,10 @@ class Residence:
             ),
         )
 
-    def open_slab(self, place: str | None = None) -> Slab:
+    def open_slab(self, nbytes: int, place: str | None = None) -> Slab:
         """The host memory of the tiers; on other ranks rank 0's `place`. A page has what a drafter keeps,
         which is rank 0's, too, then the parts of all ranks, stage by stage. Raises ConfigError."""
-        config, nbytes = self._config, self.page_format().nbytes
-        part: slice | None = None
+        config, part = self._config, None
         if self._group is not None:
             rank, layers = self._group.ranks.rank, self._architecture[0].num_layers
             draft = self._limits.draft_bytes_per_token * self._limits.page_size

@@ -24,6 +24,7 @@ from treeline_runtime.memory import (
     bytes_per_token,
     draft_bytes_per_token,
     kv_budget,
+    kv_heads_of_ranks,
     reserved_bytes,
     resolve_context_length,
     step_limits,
@@ -73,9 +74,8 @@ def num_host_pages(
     host memory for other things. Raises ConfigError if none fits, or host memory lacks room."""
     if config.host_cache is None:
         return 0
-    # ranks that are more than the heads have copies of them
-    heads = max(model.num_kv_heads, config.tp_size)
-    token_bytes = bytes_per_token(model, dtype.itemsize) // model.num_kv_heads * heads + draft_bytes
+    whole = dataclasses.replace(model, num_kv_heads=kv_heads_of_ranks(config, model))
+    token_bytes = bytes_per_token(whole, dtype.itemsize) + draft_bytes
     page_bytes = token_bytes * config.page_size
     pages, free = config.host_cache // page_bytes, max(_available_memory() - taken, 0)
     if pages == 0:

@@ -366,10 +366,11 @@ def open_tiers(
     """The tiers that the settings ask for. group: the other ranks. Raises ConfigError."""
     if not limits.host_pages:
         return None
-    form, slab, disk = residence.page_format(), residence.open_slab(), None
+    form, disk = residence.page_format(), None
+    slab = residence.open_slab(form.nbytes)
     try:
         if group is not None and slab.place is not None:
-            group.tell(Share(slab.place))
+            group.tell(Share(slab.place, form.nbytes))
         if config.disk_cache is not None:
             disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
     except BaseException:

@@ -108,10 +108,10 @@ class Leader:
 class Copier:
     """Copies this rank's part of pages, beside the steps. One thread: the copies of a part are in stream order."""
 
-    def __init__(self, residence: Residence, words: Words, place: str) -> None:
+    def __init__(self, residence: Residence, words: Words, share: protocol.Share) -> None:
         self._residence = residence
         self._words = words
-        self._slab = residence.open_slab(place)
+        self._slab = residence.open_slab(share.page_bytes, share.place)
         self._thread = ThreadPoolExecutor(1, "copies")
 
     def begin(self, copy: protocol.Copy) -> None:
@@ -149,7 +149,7 @@ def follow(orders: protocol.Orders, leader: Leader) -> None:
         elif isinstance(command, protocol.Clear):
             residence.executor.clear(np.array(command.pages, dtype=np.int64))
         elif isinstance(command, protocol.Share):
-            copier, _ = protocol.together(leader, partial(Copier, residence, leader.words, command.place))
+            copier, _ = protocol.together(leader, partial(Copier, residence, leader.words, command))
         elif isinstance(command, protocol.Copy):
             assert copier is not None
             copier.begin(command)

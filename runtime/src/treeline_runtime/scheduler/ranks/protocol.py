@@ -71,6 +71,7 @@ class Share(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     place: str
     """See `Slab.place`."""
+    page_bytes: int
 
 
 class Copy(msgspec.Struct, tag=True, array_like=True, frozen=True):
