@@ -243,14 +243,18 @@ def talks(s: Any) -> None:
     s += user("x") + assistant(gen("a"))
 
 
+_SILENT = "sent nothing for too long|cannot be reached: no answer"
+"""On a busy machine even connecting may take longer than the timeout."""
+
+
 def test_a_silent_server_is_given_up() -> None:
     with scripted(lambda *_: None) as url, RuntimeEndpoint(url, timeout_s=0.3) as backend:
         for program in (asks, chooses, talks):
             state = program.run(backend=backend)
-            with pytest.raises(Unreachable, match="sent nothing for too long"):
+            with pytest.raises(Unreachable, match=_SILENT):
                 state.get_var("a", timeout=PATIENCE_S)
         streamed = asks.run(backend=backend, stream=True)
-        with pytest.raises(Unreachable, match="sent nothing for too long"):
+        with pytest.raises(Unreachable, match=_SILENT):
             "".join(streamed.text_iter())
 
 

@@ -116,6 +116,23 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
 # ---- to the scheduler ------------------------------------------------------------------------------------
 
 
+class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An image or video in a prompt: where its tokens are, and the input of the encoder."""
+
+    kind: Literal["image", "video"]
+    start: int
+    """Its first token's index in `input_ids`, which has `treeline_wire.media.item_ids` there."""
+    count: int
+    """Its tokens."""
+    digest: bytes
+    grid: tuple[int, int, int]
+    """Frames, rows and columns of patches, before any are merged."""
+    shape: tuple[int, ...]
+    """Of the processor's output."""
+    path: str
+    """A file in shared memory with that output, float32. It stays while the request lives; others may read it, too."""
+
+
 class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Starts a request. Exactly one final TokenOut answers it."""
 
@@ -136,6 +153,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """A vector is requested, not text: `max_new_tokens` must be 0."""
     return_hidden_states: bool = False
     """The final message has them."""
+    items: tuple[MediaItem, ...] = ()
+    """By their place in the prompt."""
     pages_from: str | None = None
     """Another runtime that may have pages of the prompt, as in the header PAGES_FROM."""
 

@@ -1,0 +1,47 @@
+"""Ids of images in prompts: they spell the item, whatever part of it is seen."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from treeline_wire.media import DIGEST_BYTES, FIRST_ID, MAX_COUNT, counts_in, item_digest, item_ids
+
+digests = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
+text = st.lists(st.integers(0, FIRST_ID - 1), max_size=20)
+
+
+@given(digests, st.integers(17, 300), st.data())
+def test_any_seventeen_ids_name_the_item(digest: bytes, count: int, data: st.DataObject) -> None:
+    ids = item_ids(digest, count)
+    assert len(ids) == count
+    at = data.draw(st.integers(0, count - 17))
+    assert counts_in(ids[at : at + 17]) == {digest: count}
+
+
+@given(st.lists(st.tuples(text, digests, st.integers(1, 60)), max_size=4), text)
+def test_items_in_a_prompt_are_found(parts: list[tuple[list[int], bytes, int]], end: list[int]) -> None:
+    ids = [id for before, digest, count in parts for id in (*before, *item_ids(digest, count))] + end
+    long = {digest: count for _, digest, count in parts if count >= 17}
+    found = counts_in(ids)
+    assert long.items() <= found.items() or len({d for _, d, _ in parts}) < len(parts)
+
+
+@given(st.lists(st.integers(0, 0xFFFF_FFFF), max_size=60))
+def test_counts_in_reads_any_ids(ids: list[int]) -> None:
+    for digest, count in counts_in(ids).items():
+        assert len(digest) == DIGEST_BYTES
+        assert 0 <= count <= MAX_COUNT
+
+
+@given(digests, digests, st.integers(9, 40))
+def test_two_items_of_one_size_share_no_whole_cycle(one: bytes, other: bytes, count: int) -> None:
+    assert (item_ids(one, count) == item_ids(other, count)) == (one == other)
+
+
+def test_a_digest_is_of_kind_processor_and_bytes() -> None:
+    made = {
+        item_digest(*args)
+        for args in [("image", b"x", "p"), ("video", b"x", "p"), ("image", b"x", "q"), ("image", b"y", "p")]
+    }
+    assert len(made) == 4
+    assert item_digest("image", b"x", "1:p") != item_digest("image", b"px", "1:")
