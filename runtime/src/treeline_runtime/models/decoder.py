@@ -26,6 +26,7 @@ from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.product import Sizes, cut_of, float_product, kv_scales, new_product, stack
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut, own
+from treeline_runtime.models.vision import VisionEncoder
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
 
@@ -291,6 +292,8 @@ class Decoder:
         """Cosines and sines, each (ropes, positions, rotated elements of a head)."""
         if config.mrope is not None:
             self.mrope = MRope(config.mrope, *self.rope)
+        if config.vision is not None and weights.rank.is_first_stage:
+            self.media = VisionEncoder(config.vision, weights)
 
     @property
     def sites(self) -> list[Site]:

@@ -103,6 +103,7 @@ class VisionConfig:
     """A token is of merge x merge patches."""
     out_size: int
     """The decoder's hidden size."""
+    rope_theta: float
     gated: bool
     """RMS norms and gated feed-forwards; else LayerNorms and plain ones, and a bias of patches."""
     window: int | None = None

@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 PREFIX = "model."
-"""Prefix of the decoder's tensors, absent in a checkpoint of a decoder alone (`Qwen3Model`, an embedding model)."""
+"""Prefix of the decoder's tensors. In files it may be another: none in a checkpoint of a decoder alone (`Qwen3Model`, an
+embedding model), a longer one where it stands beside an encoder."""
+PREFIXES = ("model.language_model.", PREFIX, "")
+VISION = "visual."
+"""Prefix of the encoder's tensors. Newer versions of transformers put it behind `PREFIX`."""
 EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
 SINGLE = "model.safetensors"
@@ -87,7 +91,11 @@ class Checkpoint:
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._untaken = set(self._file_of)
-        self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
+        embedding = EMBEDDING.removeprefix(PREFIX)
+        found = [prefix for prefix in PREFIXES if prefix + embedding in self._file_of]
+        self._prefix = found[0] if found else PREFIX
+        is_inside = any(name.startswith(PREFIX + VISION) for name in self._file_of)
+        self._vision = PREFIX + VISION if is_inside else VISION
         self._streamed = None if device.type in MAPPED else self._stream()
         size = sum((self._dir / file).stat().st_size for file in set(self._file_of.values()))
         self._progress = _Progress(size // (rank.count * rank.stages))
@@ -165,7 +173,10 @@ class Checkpoint:
 
     def _saved(self, name: str) -> str:
         """Its name in the files."""
-        return name.removeprefix(PREFIX) if self._bare else name
+        for prefix, saved in ((PREFIX, self._prefix), (VISION, self._vision)):
+            if name.startswith(prefix):
+                return saved + name.removeprefix(prefix)
+        return name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:
         return any(name.endswith(endings) for name in self._file_of)

@@ -15,7 +15,7 @@ from treeline_runtime.models.families.base import Config, Family
 from treeline_runtime.models.families.dense import window_on_all
 from treeline_runtime.models.model_config import ClampedGate, ModelConfig, MoeConfig, Scoring
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
-from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, positive, windows, words
+from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, positive, whole, windows, words
 
 _QWEN = words(
     "decoder_sparse_step layer_types mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
@@ -85,13 +85,6 @@ def count_experts(config: Mapping[str, Any], *keys: str) -> tuple[int, int]:
     if top_k > said[0]:
         raise ModelError(f"config.json: a token goes to num_experts_per_tok = {top_k} experts, but there are {said[0]}")
     return said[0], top_k
-
-
-def whole(config: Mapping[str, Any], key: str) -> int:
-    value = config[key]
-    if type(value) is not int or value < 1:
-        raise ModelError(f"config.json: {key} must be a whole number of at least 1, not {value!r}")
-    return value
 
 
 def _mixtral_rope(config: Config, max_position: int) -> RopeConfig:
