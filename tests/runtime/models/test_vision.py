@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.runtime_engine import Harness
 from support.runtime_media import FAMILIES, MediaRunner, Prompt, fed_in_pieces, reference, renamed, shown
 from support.runtime_models import IDS, Runner, ours, save
 from treeline_runtime.models.decoder import Decoder
@@ -96,6 +97,16 @@ def test_text_alone_is_computed_as_without_an_encoder(models: Models) -> None:
     found = Runner(model).feed(ids)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(MediaRunner(model, [shown("image", 60, (1, 4, 4), 0)]).feed(ids), found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_generates_text_as_transformers_do(family: str, tmp_path: Path) -> None:
+    theirs = reference(family)
+    path = save(theirs, tmp_path)
+    ids = [token % 120 for token in IDS]
+    with torch.inference_mode():
+        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :].tolist()
+    assert Harness(path, load_format="auto", chunked_prefill_size=16).generate("a", ids, max_new_tokens=20) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,8 +1,8 @@
 """The encoder of Qwen2.5-VL and Qwen3-VL: a transformer over the patches of images and videos.
 
 Patches come from the processor in blocks of merge x merge, row by row of blocks; a block becomes a token. A frame's
-patches see each other, or in Qwen2.5-VL's layers with a window those of their window alone. Heads are rotated by row and
-column; Qwen3-VL also adds learned positions, and takes features from layers on the way (deepstack).
+patches see each other, or in Qwen2.5-VL's layers with a window those of their window alone. Heads are rotated by row
+and column; Qwen3-VL also adds learned positions, and takes features from layers on the way (deepstack).
 
 Items are encoded together. Attention is one product per length of what sees each other: equal images, and almost all
 windows, are computed at once.
@@ -48,7 +48,10 @@ def _feed_forward(config: VisionConfig, weights: Weights, prefix: str) -> Comput
         gate, up = (_linear(weights, f"{prefix}{name}_proj", inner, size) for name in ("gate", "up"))
         down = _linear(weights, f"{prefix}down_proj", size, inner)
         return lambda x: down(F.silu(gate(x)).mul_(up(x)))
-    first, second = _linear(weights, f"{prefix}linear_fc1", inner, size), _linear(weights, f"{prefix}linear_fc2", size, inner)
+    first, second = (
+        _linear(weights, f"{prefix}linear_fc1", inner, size),
+        _linear(weights, f"{prefix}linear_fc2", size, inner),
+    )
     return lambda x: second(F.gelu(first(x), approximate="tanh"))
 
 
@@ -70,8 +73,8 @@ class Block:
         q, k = (rotate(heads.float(), cos, sin).to(x.dtype) for heads in (q, k))
         seen = torch.empty_like(q)
         for patches in segments:
-            parts = (heads[patches].transpose(1, 2) for heads in (q, k, v))
-            seen[patches] = F.scaled_dot_product_attention(*parts).transpose(1, 2)
+            each = [heads[patches].transpose(1, 2) for heads in (q, k, v)]
+            seen[patches] = F.scaled_dot_product_attention(each[0], each[1], each[2]).transpose(1, 2)
         x = x + self._out(seen.flatten(1))
         return x + self._feed_forward(self._norms[1](x))
 
@@ -131,7 +134,7 @@ class VisionEncoder:
         windows = frames
         if config.window is not None:
             windows = segments(windows_of(places, config.window * config.merge), self._device)
-        features = []
+        features: list[torch.Tensor] = []
         for layer, block in enumerate(self._blocks):
             x = block(x, cos, sin, windows if block.is_windowed else frames)
             if layer in config.deepstack:

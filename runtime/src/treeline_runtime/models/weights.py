@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 PREFIX = "model."
-"""Prefix of the decoder's tensors. In files it may be another: none in a checkpoint of a decoder alone (`Qwen3Model`, an
-embedding model), a longer one where it stands beside an encoder."""
+"""Prefix of the decoder's tensors."""
 PREFIXES = ("model.language_model.", PREFIX, "")
+"""Its forms in files: beside an encoder, in language models, and in checkpoints of a decoder alone (`Qwen3Model`)."""
 VISION = "visual."
 """Prefix of the encoder's tensors. Newer versions of transformers put it behind `PREFIX`."""
 EMBEDDING = PREFIX + "embed_tokens.weight"

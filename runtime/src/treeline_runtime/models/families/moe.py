@@ -15,7 +15,17 @@ from treeline_runtime.models.families.base import Config, Family
 from treeline_runtime.models.families.dense import window_on_all
 from treeline_runtime.models.model_config import ClampedGate, ModelConfig, MoeConfig, Scoring
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
-from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, positive, whole, windows, words
+from treeline_runtime.models.settings import (
+    FULL,
+    SLIDING,
+    ModelError,
+    flag,
+    layer_types,
+    positive,
+    whole,
+    windows,
+    words,
+)
 
 _QWEN = words(
     "decoder_sparse_step layer_types mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "

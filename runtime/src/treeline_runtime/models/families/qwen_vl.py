@@ -117,7 +117,9 @@ def _qwen2_5(common: ModelConfig, config: Config) -> ModelConfig:
     return replace(
         QWEN2.describe(common, config),
         vision=replace(encoder, gated=True, window=window, full=full),
-        mrope=MRopeConfig((0,) * frame + (1,) * row + (2,) * column, encoder.merge, whole(settings, "tokens_per_second")),
+        mrope=MRopeConfig(
+            (0,) * frame + (1,) * row + (2,) * column, encoder.merge, whole(settings, "tokens_per_second")
+        ),
     )
 
 
