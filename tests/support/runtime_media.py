@@ -25,9 +25,11 @@ ENCODER["out_hidden_size"] = 64
 WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
 """A window has 2 x 2 tokens."""
 DEEPSTACK = {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": (TEXT, ENCODER | WINDOWS),
     "Qwen3VL": (TEXT | {"head_dim": 16}, ENCODER | DEEPSTACK),
+    "Qwen3VLMoe": (TEXT | EXPERTS, ENCODER | DEEPSTACK),
 }
 """Settings of decoder and encoder."""
 FIRST, LAST, IMAGE, VIDEO = 120, 121, 122, 123

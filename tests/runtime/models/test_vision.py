@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness
 from support.runtime_media import FAMILIES, MediaRunner, Prompt, fed_in_pieces, reference, renamed, shown
 from support.runtime_models import IDS, Runner, ours, save
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.model_config import MoeConfig
+from treeline_runtime.models.moe import take_experts
+from treeline_runtime.models.offload import Offloaded, size_of
+from treeline_runtime.models.shards import WHOLE, Rank
+from treeline_runtime.models.weights import Checkpoint
 
 pytest.importorskip("transformers")
 
@@ -55,7 +61,7 @@ def expected_of(theirs: Any, prompt: Prompt) -> torch.Tensor:
 @pytest.mark.parametrize("case", PROMPTS)
 def test_logits_equal_transformers(case: str, models: Models) -> None:
     family, theirs, model = models
-    prompt = Prompt(*PROMPTS[case], frames_apart=family == "Qwen3VL")
+    prompt = Prompt(*PROMPTS[case], frames_apart=family.startswith("Qwen3"))
     expected = expected_of(theirs, prompt)
     whole = MediaRunner(model, prompt.items).feed(prompt.ids)
     np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-4)
@@ -89,6 +95,20 @@ def test_encoders_equal_transformers(grids: list[tuple[int, int, int]], models: 
         np.testing.assert_allclose(model.media.encode([item])[0], one, rtol=1e-4, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_an_encoder_can_be_moved_to_the_host_and_back(models: Models) -> None:
+    _, theirs, model = models
+    assert model.media is not None
+    item = shown("image", 0, (1, 4, 6), 0)
+    expected = model.media.encode([item])[0].clone()
+    parameters = sum(tensor.nbytes for tensor in theirs.model.visual.parameters())
+    assert parameters < size_of(model.media) < parameters + 100  # the angles' frequencies
+    moved = Offloaded(model.media)
+    assert size_of(model.media) == 0
+    moved.restore()
+    assert torch.equal(model.media.encode([item])[0], expected)
+
+
 def test_text_alone_is_computed_as_without_an_encoder(models: Models) -> None:
     _, theirs, model = models
     ids = [token % 120 for token in IDS]
@@ -116,12 +136,34 @@ def test_names_of_older_and_newer_checkpoints_are_known(
 ) -> None:
     theirs = reference(family, {"tie_word_embeddings": True})
     path = save(theirs, tmp_path)
-    new = family == "Qwen3VL"  # so it was saved
+    new = family.startswith("Qwen3")  # so it was saved
     saved = [("model.language_model." if new else "model.", "A."), ("model.visual." if new else "visual.", "B.")]
     renamed(path, [*reversed(saved), ("A.", decoder), ("B.", encoder)])
     prompt = Prompt(*PROMPTS["one image"])
     found = MediaRunner(ours(path), prompt.items).feed(prompt.ids)
     np.testing.assert_allclose(found, expected_of(theirs, prompt), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
+    theirs = reference("Qwen3VLMoe")
+    paths = [save(theirs, tmp_path / name) for name in ("outputs", "inputs")]
+    tensors = load_file(paths[1] / "model.safetensors")
+    turned = {name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if ".experts." in name}
+    assert len(turned) == 4
+    save_file(tensors | turned, paths[1] / "model.safetensors", {"format": "pt"})
+    ids = [token % 120 for token in IDS]
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    np.testing.assert_allclose(Runner(ours(paths[1])).feed(ids), expected, rtol=1e-4, atol=1e-4)
+    moe = MoeConfig(num_experts=4, top_k=2, intermediate_size=24, layers=frozenset())
+    for ranks in ((Rank(1, 2), WHOLE), (WHOLE, Rank(1, 2))):
+        found = []
+        for path in paths:
+            with Checkpoint(path, torch.float32, torch.device("cpu"), None, *ranks) as weights:
+                found.append(take_experts(weights, "model.layers.0.mlp.experts.", moe, 64))
+        assert torch.equal(found[0].gate_up, found[1].gate_up)
+        assert torch.equal(found[0].down, found[1].down)
+        assert found[0].down.numel() == 4 * 64 * 24 / 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

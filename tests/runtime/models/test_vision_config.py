@@ -13,7 +13,7 @@ from treeline_runtime.models.settings import ModelError
 from treeline_runtime.models.shards import check_ranks
 
 CONFIGS = Path(__file__).parent / "configs"
-QWEN2_5, QWEN3 = "Qwen2.5-VL-7B", "Qwen3-VL-2B"
+QWEN2_5, QWEN3, QWEN3_MOE = "Qwen2.5-VL-7B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B"
 VALUES = (None, True, -1, 0, 1, 7, 2.5, float("inf"), 10**15, "x", [], {}, [1], [1, 2, 3], ["x", None], {"a": 1})
 
 
@@ -85,6 +85,7 @@ def test_frequencies_turn_in_blocks_or_in_turns() -> None:
         (QWEN3, {"text.rope_scaling": {"mrope_section": [64]}}, "must be three whole numbers"),
         (QWEN3, {"text.rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved must be true"),
         (QWEN2_5, {"rope_scaling": {"mrope_interleaved": True}}, "mrope_interleaved must be false"),
+        (QWEN3_MOE, {"text.norm_topk_prob": False}, "norm_topk_prob = False"),
         (QWEN2_5, {"encoder.window_size": 20}, "less than a token's side"),
         (QWEN2_5, {"model_type": "qwen2_vl"}, "which is it"),
     ],
@@ -104,10 +105,10 @@ def test_any_value_of_an_encoders_key_is_read_or_refused_with_a_message(name: st
                 parse_config(changed(name, {key: value}), {})
 
 
-@pytest.mark.parametrize("name", [QWEN2_5, QWEN3])
+@pytest.mark.parametrize("name", [QWEN2_5, QWEN3, QWEN3_MOE])
 def test_several_ranks_are_refused(name: str) -> None:
     model = parse_config(config_of(name), {})
     check_ranks(model, 1)
-    for ranks in ((2, 1), (1, 2)):
+    for ranks in ((2, 1), (1, 2), (1, 1, 2)):
         with pytest.raises(ModelError, match="not supported on several ranks"):
             check_ranks(model, *ranks)

@@ -42,7 +42,7 @@ class MRope:
             frames, rows, columns = item.grid[0], item.grid[1] // self._merge, item.grid[2] // self._merge
             # Videos are taken for two pictures a second, one frame of patches. Frames of very few tokens are put
             # closer together than they were trained, so that no position is above its index.
-            step = min(self._frame_step, rows * columns) if item.kind == "video" else 1
+            step = min(self._frame_step, rows * columns)
             places = np.indices((frames, rows, columns)).reshape(3, -1)
             places[0] *= step
             index = item.start + item.count

@@ -10,7 +10,7 @@ windows, are computed at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,36 +23,46 @@ from treeline_runtime.models.rope import rotate
 from treeline_runtime.models.weights import VISION, Weights
 
 EPS = 1e-6
-Compute = Callable[[torch.Tensor], torch.Tensor]
-"""(patches or tokens, inputs) → (the same, outputs)"""
 Segments = list[torch.Tensor]
 """The patches that see each other, for each length: (segments, length) int64."""
 
 
-def _linear(weights: Weights, name: str, outputs: int, inputs: int) -> Compute:
-    weight, bias = weights.take(f"{name}.weight", outputs, inputs), weights.take(f"{name}.bias", outputs)
-    return lambda x: F.linear(x, weight, bias)
+class Projection:
+    def __init__(self, weights: Weights, name: str, outputs: int, inputs: int) -> None:
+        self._weight, self._bias = (
+            weights.take(f"{name}.weight", outputs, inputs),
+            weights.take(f"{name}.bias", outputs),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
 
 
-def _norm(weights: Weights, name: str, size: int, *, rms: bool) -> Compute:
-    weight = weights.take(f"{name}.weight", size)
-    if rms:
-        return lambda x: torch.rms_norm(x, (size,), weight, EPS)
-    bias = weights.take(f"{name}.bias", size)
-    return lambda x: F.layer_norm(x, (size,), weight, bias, EPS)
+class Norm:
+    """An RMS norm, or a LayerNorm."""
+
+    def __init__(self, weights: Weights, name: str, size: int, *, rms: bool) -> None:
+        self._weight = weights.take(f"{name}.weight", size)
+        self._bias = None if rms else weights.take(f"{name}.bias", size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._bias is None:
+            return torch.rms_norm(x, self._weight.shape, self._weight, EPS)
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, EPS)
 
 
-def _feed_forward(config: VisionConfig, weights: Weights, prefix: str) -> Compute:
-    size, inner = config.hidden_size, config.intermediate_size
-    if config.gated:
-        gate, up = (_linear(weights, f"{prefix}{name}_proj", inner, size) for name in ("gate", "up"))
-        down = _linear(weights, f"{prefix}down_proj", size, inner)
-        return lambda x: down(F.silu(gate(x)).mul_(up(x)))
-    first, second = (
-        _linear(weights, f"{prefix}linear_fc1", inner, size),
-        _linear(weights, f"{prefix}linear_fc2", size, inner),
-    )
-    return lambda x: second(F.gelu(first(x), approximate="tanh"))
+class FeedForward:
+    """Gated by silu, or plain with gelu."""
+
+    def __init__(self, config: VisionConfig, weights: Weights, prefix: str) -> None:
+        size, inner = config.hidden_size, config.intermediate_size
+        inward, outward = (("gate_proj", "up_proj"), "down_proj") if config.gated else (("linear_fc1",), "linear_fc2")
+        self._in = [Projection(weights, prefix + name, inner, size) for name in inward]
+        self._out = Projection(weights, prefix + outward, size, inner)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        first, *second = (project(x) for project in self._in)
+        return self._out(F.silu(first).mul_(second[0]) if second else F.gelu(first, approximate="tanh"))
 
 
 class Block:
@@ -61,10 +71,10 @@ class Block:
     def __init__(self, config: VisionConfig, weights: Weights, layer: int) -> None:
         prefix, size = f"{VISION}blocks.{layer}.", config.hidden_size
         self._heads = config.heads
-        self._qkv = _linear(weights, f"{prefix}attn.qkv", 3 * size, size)
-        self._out = _linear(weights, f"{prefix}attn.proj", size, size)
-        self._feed_forward = _feed_forward(config, weights, f"{prefix}mlp.")
-        self._norms = [_norm(weights, f"{prefix}norm{i}", size, rms=config.gated) for i in (1, 2)]
+        self._qkv = Projection(weights, f"{prefix}attn.qkv", 3 * size, size)
+        self._out = Projection(weights, f"{prefix}attn.proj", size, size)
+        self._feed_forward = FeedForward(config, weights, f"{prefix}mlp.")
+        self._norms = [Norm(weights, f"{prefix}norm{i}", size, rms=config.gated) for i in (1, 2)]
         self.is_windowed = config.window is not None and layer not in config.full
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -87,9 +97,9 @@ class Merger:
         norm, first, second = ("ln_q", "mlp.0", "mlp.2") if config.gated else ("norm", "linear_fc1", "linear_fc2")
         self._norms_blocks = norms_blocks
         normed = size if norms_blocks else config.hidden_size
-        self._norm = _norm(weights, prefix + norm, normed, rms=config.gated)
-        self._first = _linear(weights, prefix + first, size, size)
-        self._second = _linear(weights, prefix + second, config.out_size, size)
+        self._norm = Norm(weights, prefix + norm, normed, rms=config.gated)
+        self._first = Projection(weights, prefix + first, size, size)
+        self._second = Projection(weights, prefix + second, config.out_size, size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (patches, hidden) → (tokens, the decoder's hidden)"""
@@ -140,7 +150,8 @@ class VisionEncoder:
             if layer in config.deepstack:
                 features.append(self._deepstack[len(features)](x))
         tokens = torch.cat((self._merger(x), *features), dim=1)
-        return list(tokens.split([item.count for item, _ in items]))
+        # copies, as an item may be kept longer than the others
+        return [one.clone() for one in tokens.split([item.count for item, _ in items])]
 
 
 def places_of(grids: Sequence[tuple[int, int, int]], merge: int) -> npt.NDArray[np.int64]:

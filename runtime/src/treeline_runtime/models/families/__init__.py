@@ -24,5 +24,6 @@ FAMILIES: dict[str, Family] = {
         moe.GPT_OSS,
         qwen_vl.QWEN2_5_VL,
         qwen_vl.QWEN3_VL,
+        qwen_vl.QWEN3_VL_MOE,
     )
 }

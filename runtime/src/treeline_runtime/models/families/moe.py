@@ -27,7 +27,7 @@ from treeline_runtime.models.settings import (
     words,
 )
 
-_QWEN = words(
+QWEN = words(
     "decoder_sparse_step layer_types mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
     "num_experts_per_tok sliding_window use_sliding_window"
 )
@@ -48,7 +48,7 @@ def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
     return replace(
         common,
         qkv_bias=flag(config, "qkv_bias"),
-        moe=_qwen_moe(common, config, whole(config, "shared_expert_intermediate_size"), "num_experts"),
+        moe=qwen_moe(common, config, whole(config, "shared_expert_intermediate_size"), "num_experts"),
         scoring=Scoring(windows=windows(layer_types(config, pattern), size)),
     )
 
@@ -58,12 +58,12 @@ def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
     return replace(
         common,
         qk_norm=True,
-        moe=_qwen_moe(common, config, 0, "num_experts", "num_local_experts"),
+        moe=qwen_moe(common, config, 0, "num_experts", "num_local_experts"),
         scoring=window_on_all(common, {**config, "sliding_window": window}),
     )
 
 
-def _qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) -> MoeConfig:
+def qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) -> MoeConfig:
     experts, top_k = count_experts(config, *counts)
     return MoeConfig(
         num_experts=experts,
@@ -116,7 +116,7 @@ QWEN2_MOE = Family(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     _qwen2,
-    reads=_QWEN | words("max_window_layers qkv_bias shared_expert_intermediate_size"),
+    reads=QWEN | words("max_window_layers qkv_bias shared_expert_intermediate_size"),
     defaults={
         "max_window_layers": 28,
         "num_experts_per_tok": 4,
@@ -130,7 +130,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     _qwen3,
-    reads=_QWEN | words("attention_bias num_local_experts"),
+    reads=QWEN | words("attention_bias num_local_experts"),
     defaults={"num_experts_per_tok": 8, "num_key_value_heads": 4, "sliding_window": 4096},
 )
 

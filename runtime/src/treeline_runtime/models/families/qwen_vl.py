@@ -1,4 +1,5 @@
-"""Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 with an encoder of images and videos, and positions of three axes.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE: Qwen2, Qwen3 and Qwen3-MoE with an encoder of images and videos, and positions
+of three axes.
 
 config.json has the decoder's settings in `text_config`; older ones of Qwen2.5-VL have them beside `vision_config`.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 from treeline_runtime.models.families.base import Config, Family
 from treeline_runtime.models.families.dense import QWEN2
+from treeline_runtime.models.families.moe import QWEN, qwen_moe
 from treeline_runtime.models.model_config import ModelConfig, MRopeConfig, VisionConfig
 from treeline_runtime.models.rope_config import RopeConfig, parse_rope
 from treeline_runtime.models.settings import ModelError, flag, needed, whole, words
@@ -145,6 +147,11 @@ def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
     )
 
 
+def _qwen3_moe(common: ModelConfig, config: Config) -> ModelConfig:
+    experts = qwen_moe(common, config, 0, "num_experts", "num_local_experts")
+    return replace(_qwen3(common, config), moe=replace(experts, normalise=True))
+
+
 QWEN2_5_VL = Family(
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2_5_vl",
@@ -168,6 +175,18 @@ QWEN3_VL = Family(
     _qwen3,
     reads=words(f"attention_bias {_READS}"),
     defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5},
+    rope=_rope,
+    unnested=_unnested,
+)
+QWEN3_VL_MOE = Family(
+    "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_vl_moe",
+    _qwen3_moe,
+    reads=QWEN3_VL.reads
+    | (QWEN - words("norm_topk_prob sliding_window use_sliding_window"))
+    | words("num_local_experts"),
+    defaults={"num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 5e5},
+    not_used={"norm_topk_prob": (True,)},
     rope=_rope,
     unnested=_unnested,
 )
