@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from treeline_runtime.context import Context
 from treeline_runtime.messages import MediaItem
+from treeline_runtime.models.adapters import Adapter
 from treeline_runtime.models.decoder import Decoder
 from treeline_wire.media import item_ids
 
@@ -117,8 +118,8 @@ class Prompt:
 class MediaRunner(Runner):
     """Feeds a prompt with items in pieces, with embeddings in place of those of the items' tokens."""
 
-    def __init__(self, model: Decoder, items: Sequence[Shown]) -> None:
-        super().__init__(model)
+    def __init__(self, model: Decoder, items: Sequence[Shown], adapter: Adapter | None = None) -> None:
+        super().__init__(model, adapter=adapter)
         assert model.media is not None
         assert model.mrope is not None
         with torch.inference_mode():
