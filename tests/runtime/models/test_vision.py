@@ -144,6 +144,15 @@ def test_names_of_older_and_newer_checkpoints_are_known(
     np.testing.assert_allclose(found, expected_of(theirs, prompt), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
+def test_a_scaled_rope_has_three_axes_too(family: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    theirs = reference(family, {"rope_parameters": rope | {"mrope_section": [2, 3, 3]}})
+    prompt = Prompt(*PROMPTS["one image"])
+    found = MediaRunner(ours(save(theirs, tmp_path)), prompt.items).feed(prompt.ids)
+    np.testing.assert_allclose(found, expected_of(theirs, prompt), rtol=1e-4, atol=1e-4)
+
+
 def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
     theirs = reference("Qwen3VLMoe")
     paths = [save(theirs, tmp_path / name) for name in ("outputs", "inputs")]

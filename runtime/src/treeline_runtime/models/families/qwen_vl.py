@@ -67,7 +67,7 @@ def _sections(common: ModelConfig, config: Config, default: list[int], *, interl
 
 
 def _encoder(common: ModelConfig, config: Config, defaults: Config, reads: str) -> tuple[VisionConfig, Config]:
-    """The encoder as Qwen3-VL has it but for what it learned of positions and deepstack, and its settings."""
+    """What the encoders of all have in common, and vision_config with defaults."""
     given = config["vision_config"]
     if not isinstance(given, Mapping):
         raise ModelError(f"config.json: vision_config must be an object, not {given!r}")
