@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from treeline_runtime.models.quantization.scheme import Scheme
@@ -174,6 +175,8 @@ class ModelConfig:
     vision: VisionConfig | None = None
     """None: text alone."""
     mrope: MRopeConfig | None = None
+    placeholders: Mapping[str, int] = field(default_factory=dict)
+    """By kind of item, image or video: the id that stands for one of its tokens."""
 
     @property
     def longest_context(self) -> int:
