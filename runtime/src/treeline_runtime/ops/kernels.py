@@ -15,7 +15,8 @@ from treeline_runtime.ops.early_kernels import let_next_begin, take_turn, wait_f
 def look_up(
     rows_ptr, positions_ptr, tokens_ptr, pages_ptr, cos_ptr, sin_ptr, deltas_ptr, ids_ptr, slots_ptr, cos_out_ptr,
     sin_out_ptr, unfinite_ptr, token_width, page_width, length,
-    DELTAS: tl.constexpr, PAGE: tl.constexpr, ROPES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    DELTAS: tl.constexpr, PAGE: tl.constexpr, ROPES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token's id, slot and angles, by its row and position."""
     take_turn(EARLY)

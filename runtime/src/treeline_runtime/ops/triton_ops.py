@@ -38,7 +38,8 @@ class TritonOps:
             rows, positions, tables.tokens, tables.pages, tables.cos, tables.sin,
             tables.pages if tables.deltas is None else tables.deltas, ids, slots, cos, sin, unfinite,
             tables.tokens.stride(0), tables.pages.stride(0), length,
-            DELTAS=tables.deltas is not None, PAGE=tables.page_size, ROPES=ropes, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=1,
+            DELTAS=tables.deltas is not None,
+            PAGE=tables.page_size, ROPES=ropes, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=1,
             **self._early,
         )  # fmt: skip
         return Found(ids, slots, cos, sin, unfinite)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from treeline_runtime.core import Batch
 from treeline_runtime.memory import EMBEDDINGS_BYTES
 from treeline_runtime.messages import GenerateReq, MediaItem
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.scheduler.plan import ItemPart, MediaPlan, StepPlan
+from treeline_runtime.scheduler.plan import ItemPart, MediaPlan
 from treeline_runtime.transfer import upload
 
 

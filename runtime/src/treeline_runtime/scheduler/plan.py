@@ -54,7 +54,7 @@ class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ItemPart(msgspec.Struct, array_like=True, frozen=True):
-    """Tokens of an item that a step computes: rows `begin` to `end` of its embeddings, from token `at` of the step on."""
+    """Tokens of an item: rows `begin` to `end` of its embeddings, from token `at` of the step on."""
 
     item: MediaItem
     begin: int
