@@ -102,16 +102,9 @@ class Takes:
 def _problem(config: SchedulerConfig, model: Decoder) -> str | None:
     if model.media is None:
         return "this model takes no images and no videos"
-    without = {
-        "several ranks of a model (--tp-size, --pp-size)": config.ranks > 1,
-        "experts shared by data-parallel ranks (--ep-size)": config.ep_size > config.tp_size,
-        "a draft model (--speculative-draft-model-path)": config.speculative_draft_model_path is not None,
-        "a model for vectors (--task)": model.pooler is not None,
-    }
-    for name, is_there in without.items():
-        if is_there:
-            return f"this server takes no images and no videos: they are not supported with {name}"
-    return None
+    if config.speculative_draft_model_path is not None:
+        return "this server takes no images and no videos, as it has a draft model (--speculative-draft-model-path)"
+    return None if model.pooler is None else "this server makes vectors of text alone: it takes no images and no videos"
 
 
 def _token_bytes(model: Decoder) -> int:

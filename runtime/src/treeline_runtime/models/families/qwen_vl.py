@@ -99,6 +99,10 @@ def _encoder(common: ModelConfig, config: Config, defaults: Config, reads: str) 
     return encoder, settings
 
 
+def _placeholders(config: Config) -> dict[str, int]:
+    return {"image": whole(config, "image_token_id"), "video": whole(config, "video_token_id")}
+
+
 def _layers(settings: Config, key: str, depth: int) -> tuple[int, ...]:
     layers = settings[key]
     is_list = isinstance(layers, list) and all(type(layer) is int and 0 <= layer < depth for layer in layers)
@@ -118,6 +122,7 @@ def _qwen2_5(common: ModelConfig, config: Config) -> ModelConfig:
     frame, row, column = _sections(common, config, [16, 24, 24], interleaved=False)
     return replace(
         QWEN2.describe(common, config),
+        placeholders=_placeholders(config),
         vision=replace(encoder, gated=True, window=window, full=full),
         mrope=MRopeConfig(
             (0,) * frame + (1,) * row + (2,) * column, encoder.merge, whole(settings, "tokens_per_second")
@@ -142,6 +147,7 @@ def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
     return replace(
         common,
         qk_norm=True,
+        placeholders=_placeholders(config),
         vision=replace(encoder, learned_side=side, deepstack=deepstack),
         mrope=MRopeConfig(axes, encoder.merge),
     )
@@ -160,10 +166,12 @@ QWEN2_5_VL = Family(
     defaults={
         **QWEN2.defaults,
         "eos_token_id": 151645,
+        "image_token_id": 151655,
         "max_window_layers": 80,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
+        "video_token_id": 151656,
     },
     not_used=QWEN2.not_used,
     rope=_rope,
@@ -174,7 +182,13 @@ QWEN3_VL = Family(
     "qwen3_vl",
     _qwen3,
     reads=words(f"attention_bias {_READS}"),
-    defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5},
+    defaults={
+        "head_dim": 128,
+        "image_token_id": 151655,
+        "num_key_value_heads": 32,
+        "rope_theta": 5e5,
+        "video_token_id": 151656,
+    },
     rope=_rope,
     unnested=_unnested,
 )
