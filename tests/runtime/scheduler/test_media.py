@@ -48,10 +48,14 @@ def test_answers_are_those_of_a_plain_computation(
         "all": [TEXT, film, [3], cat, dog, prompt(5, 5), film, [1, 2]],
     }
     for rid, parts in asked.items():
-        engine.ask(rid, parts)
+        engine.ask(rid, parts, return_logprob=True)
     engine.run()
     for rid, parts in asked.items():
-        assert engine.tokens(rid) == plain_answer(engine.model, parts, 6), rid
+        output = plain_answer(engine.model, parts, 6)
+        assert engine.tokens(rid) == output, rid
+        expected = plain_logits(engine.model, parts, output[:-1])[-6:].log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert [p for p, _ in engine.logprobs(rid)] == pytest.approx(expected.tolist(), abs=1e-5), rid
 
 
 def test_images_of_one_size_do_not_share_and_the_same_one_does(tiny: Path, cat: Picture, dog: Picture) -> None:
@@ -120,6 +124,17 @@ def test_a_step_encodes_about_as_many_tokens_as_it_computes(tiny: Path, tmp_path
     for i, picture in enumerate(large):
         assert engine.last(str(i)).cached_tokens == 40
         assert engine.tokens(str(i)) == plain_answer(engine.model, [[i], picture, prompt(i + 50, 9)], 6)
+
+
+def test_no_chunk_encodes_again_what_the_one_before_it_had(
+    tiny: Path, cat: Picture, dog: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeline_runtime.scheduler.media.EMBEDDINGS_BYTES", 36 * 4 * 3 * 32)
+    engine = MediaHarness(tiny, chunked_prefill_size=8)
+    engine.answer("other", [dog])
+    parts: list[Any] = [TEXT, cat, [4], dog, cat, [1]]
+    assert engine.answer("all", parts) == plain_answer(engine.model, parts, 6)
+    assert engine.encoder.encoded == [dog.digest, cat.digest, dog.digest, cat.digest]
 
 
 def test_small_images_in_one_page_are_encoded_together_however_little_room_there_is(tiny: Path, tmp_path: Path) -> None:

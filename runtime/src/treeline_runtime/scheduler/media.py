@@ -173,14 +173,15 @@ class Embeddings:
         needed = {part.item.digest: part.item for part in plan.parts}
         missing = [item for digest, item in needed.items() if digest not in self._rows]
         inputs = [(item, self._read(item)) for item in missing]
-        for digest in needed:
-            if digest in self._rows:
-                self._rows.move_to_end(digest)
-        tokens = sum(item.count for item in missing)
-        self._drop(self._most - tokens, needed)
         seconds = self._encode(inputs) if inputs else float
-        encoded = Encoded(len(needed), len(needed) - len(missing), tokens, seconds)
-        return [(part.at, self._rows[part.item.digest][part.begin : part.end]) for part in plan.parts], encoded
+        encoded = Encoded(len(needed), len(needed) - len(missing), sum(item.count for item in missing), seconds)
+        parts = [(part.at, self._rows[part.item.digest][part.begin : part.end]) for part in plan.parts]
+        for digest in needed:
+            self._rows.move_to_end(digest)
+        held = sum(map(len, self._rows.values()))
+        while held > self._most:
+            held -= len(self._rows.popitem(last=False)[1])
+        return parts, encoded
 
     def _read(self, item: MediaItem) -> torch.Tensor:
         data = np.fromfile(item.path, dtype="<f4")
@@ -205,11 +206,3 @@ class Embeddings:
             return lambda: events[0].elapsed_time(events[1]) / 1000
         took = time.perf_counter() - began
         return lambda: took
-
-    def _drop(self, most: int, needed: Mapping[bytes, MediaItem]) -> None:
-        """Keeps at most so many tokens besides those that are needed."""
-        held = sum(map(len, self._rows.values()))
-        for digest in [digest for digest in self._rows if digest not in needed]:
-            if held <= most:
-                break
-            held -= len(self._rows.pop(digest))
