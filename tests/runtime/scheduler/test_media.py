@@ -137,6 +137,16 @@ def test_no_chunk_encodes_again_what_the_one_before_it_had(
     assert engine.encoder.encoded == [dog.digest, cat.digest, dog.digest, cat.digest]
 
 
+def test_embeddings_that_were_used_last_are_kept(
+    tiny: Path, cat: Picture, dog: Picture, film: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeline_runtime.scheduler.media.EMBEDDINGS_BYTES", 75 * 4 * 3 * 32)
+    engine = MediaHarness(tiny, prefix_cache="off")
+    for rid, picture in enumerate((cat, dog, cat, film, cat, film)):
+        engine.answer(str(rid), [picture, [1]])
+    assert engine.encoder.encoded == [cat.digest, dog.digest, film.digest]
+
+
 def test_small_images_in_one_page_are_encoded_together_however_little_room_there_is(tiny: Path, tmp_path: Path) -> None:
     engine = MediaHarness(tiny, page_size=16, chunked_prefill_size=16, max_total_tokens=256)
     small: list[Any] = [Picture(tmp_path, seed, 3, 2) for seed in range(9)]
