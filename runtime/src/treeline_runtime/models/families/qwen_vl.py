@@ -18,6 +18,7 @@ from treeline_runtime.models.rope_config import RopeConfig, parse_rope
 from treeline_runtime.models.settings import ModelError, flag, needed, whole, words
 
 _READS = "image_token_id text_config video_token_id vision_config vision_end_token_id vision_start_token_id"
+_IDS = {"image_token_id": 151655, "video_token_id": 151656}
 _SIZES = words(
     "depth hidden_size in_channels intermediate_size num_heads out_hidden_size patch_size spatial_merge_size "
     "temporal_patch_size"
@@ -165,13 +166,12 @@ QWEN2_5_VL = Family(
     reads=QWEN2.reads | words(_READS) | words("vision_token_id"),
     defaults={
         **QWEN2.defaults,
+        **_IDS,
         "eos_token_id": 151645,
-        "image_token_id": 151655,
         "max_window_layers": 80,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
-        "video_token_id": 151656,
     },
     not_used=QWEN2.not_used,
     rope=_rope,
@@ -182,13 +182,7 @@ QWEN3_VL = Family(
     "qwen3_vl",
     _qwen3,
     reads=words(f"attention_bias {_READS}"),
-    defaults={
-        "head_dim": 128,
-        "image_token_id": 151655,
-        "num_key_value_heads": 32,
-        "rope_theta": 5e5,
-        "video_token_id": 151656,
-    },
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5, **_IDS},
     rope=_rope,
     unnested=_unnested,
 )
@@ -199,7 +193,7 @@ QWEN3_VL_MOE = Family(
     reads=QWEN3_VL.reads
     | (QWEN - words("norm_topk_prob sliding_window use_sliding_window"))
     | words("num_local_experts"),
-    defaults={"num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 5e5},
+    defaults={"num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 5e5, **_IDS},
     not_used={"norm_topk_prob": (True,)},
     rope=_rope,
     unnested=_unnested,
