@@ -129,7 +129,7 @@ def test_a_step_encodes_about_as_many_tokens_as_it_computes(tiny: Path, tmp_path
 def test_no_chunk_encodes_again_what_the_one_before_it_had(
     tiny: Path, cat: Picture, dog: Picture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treeline_runtime.scheduler.media.EMBEDDINGS_BYTES", 36 * 4 * 3 * 32)
+    monkeypatch.setattr("treeline_runtime.scheduler.embeddings.EMBEDDINGS_BYTES", 36 * 4 * 3 * 32)
     engine = MediaHarness(tiny, chunked_prefill_size=8)
     engine.answer("other", [dog])
     parts: list[Any] = [TEXT, cat, [4], dog, cat, [1]]
@@ -140,7 +140,7 @@ def test_no_chunk_encodes_again_what_the_one_before_it_had(
 def test_embeddings_that_were_used_last_are_kept(
     tiny: Path, cat: Picture, dog: Picture, film: Picture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treeline_runtime.scheduler.media.EMBEDDINGS_BYTES", 75 * 4 * 3 * 32)
+    monkeypatch.setattr("treeline_runtime.scheduler.embeddings.EMBEDDINGS_BYTES", 75 * 4 * 3 * 32)
     engine = MediaHarness(tiny, prefix_cache="off")
     for rid, picture in enumerate((cat, dog, cat, film, cat, film)):
         engine.answer(str(rid), [picture, [1]])
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused(tiny: Path, cat: Picture, monkeypatch: pyt
     engine.submit("ids", [1, 1 << 31, 2])
     engine.run()
     assert engine.finish("ids").message == f"the prompt has token ids outside the vocabulary of {VOCAB}"
-    monkeypatch.setattr("treeline_runtime.scheduler.media.EMBEDDINGS_BYTES", 30 * 4 * 3 * 32)
+    monkeypatch.setattr("treeline_runtime.scheduler.embeddings.EMBEDDINGS_BYTES", 30 * 4 * 3 * 32)
     engine = MediaHarness(tiny)
     engine.ask("large", [TEXT, cat])
     engine.run()

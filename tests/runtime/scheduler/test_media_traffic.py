@@ -109,7 +109,7 @@ def test_answers_are_those_of_one_computation_without_a_cache(
 ) -> None:
     """kept: tokens of items whose embeddings are kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treeline_runtime.scheduler.media.EMBEDDINGS_BYTES", kept * 4 * 3 * 32)
+        patch.setattr("treeline_runtime.scheduler.embeddings.EMBEDDINGS_BYTES", kept * 4 * 3 * 32)
         busy = Watched(tiny, enable_return_hidden_states=True, **engine)
     rng, asked = random.Random(0), dict[str, tuple[list[Part], dict[str, Any]]]()
     aborted = set[str]()

@@ -27,10 +27,10 @@ from treeline_runtime.models.lora import AdapterPool
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
 from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.chains import Chains
+from treeline_runtime.scheduler.embeddings import Embeddings, StepMedia
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.launched import Choices, Launched, Pooled, Step
-from treeline_runtime.scheduler.media import Embeddings, StepMedia
 from treeline_runtime.scheduler.peers import EAGER, Peers
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs

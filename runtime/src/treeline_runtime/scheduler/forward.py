@@ -16,7 +16,7 @@ from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.ops import Tables
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.chains import Chains
-from treeline_runtime.scheduler.media import StepMedia
+from treeline_runtime.scheduler.embeddings import StepMedia
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.transfer import upload
 

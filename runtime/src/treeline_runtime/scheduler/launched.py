@@ -15,8 +15,8 @@ import torch
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.pooler import Pooler, Vector
 from treeline_runtime.sampling.sampler import Logprobs
+from treeline_runtime.scheduler.embeddings import Encoded
 from treeline_runtime.scheduler.forward import Tokens
-from treeline_runtime.scheduler.media import Encoded
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.transfer import Readback
 

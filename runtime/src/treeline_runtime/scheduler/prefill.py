@@ -164,8 +164,7 @@ class PrefillManager:
         if self.chunked is None and (not self.waiting or free_rows == 0):
             return None
         reserved = reserved_pages(running, ratio, self._page_size)
-        batch = Batch(Phase.PREFILL, [], [], [], [])
-        self._encodes = {}
+        batch, self._encodes = Batch(Phase.PREFILL, [], [], [], []), {}
         tokens_left = max(self._chunk_tokens - riding, self._page_size)
         if self.chunked is not None:
             req = self.chunked

@@ -21,8 +21,8 @@ import torch
 
 from treeline_runtime.attention import AttentionBackend
 from treeline_runtime.models.lora import AdapterStep
+from treeline_runtime.scheduler.embeddings import StepMedia
 from treeline_runtime.scheduler.forward import DeviceTables, Forward
-from treeline_runtime.scheduler.media import StepMedia
 from treeline_runtime.transfer import pinned, upload
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from treeline_runtime.messages import BatchTokenOut, FromScheduler, HiddenStates
 from treeline_runtime.published import CacheUpdate, LoadUpdate, ToPublisher
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.embeddings import Encoded
 from treeline_runtime.scheduler.launched import Sampled
-from treeline_runtime.scheduler.media import Encoded
 from treeline_runtime.scheduler.step_times import StepTimes
 
 _TOKENS = attrgetter("tokens")

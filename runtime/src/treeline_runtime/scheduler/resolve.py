@@ -21,7 +21,6 @@ from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.memory import (
     CHAIN_BYTES,
     DEFAULT_FRACTION,
-    ENCODER_BYTES,
     bytes_per_token,
     draft_bytes_per_token,
     kv_budget,
@@ -250,8 +249,6 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         reserved += pool_bytes(model.sites, config.max_loras, config.max_lora_rank, dtype.itemsize)
     if model.drafter is not None and not on_cpu:
         reserved += CHAIN_BYTES
-    if model.media is not None and not on_cpu:
-        reserved += ENCODER_BYTES
     # on all ranks, so that they have the same pages, though only rank 0 has the drafter
     draft_bytes = draft_bytes_per_token(config, model.config, dtype.itemsize)
     token_bytes = bytes_per_token(model.own, kv_dtype.itemsize) + draft_bytes

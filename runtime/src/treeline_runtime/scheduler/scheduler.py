@@ -241,7 +241,7 @@ class Scheduler:
 
     def _compute(self, batch: Batch) -> Launched:
         chain = 0 if self._speculation is None else self._speculation.wanted(batch.reqs)
-        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None, chain=chain)
+        plan = plan_of(batch, self.table.news(), self.cache.slots.news, pools=self._pooler is not None, chain=chain)
         if self.config.cache_audit:
             plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)

@@ -5,7 +5,7 @@ requests is decided here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,14 @@ from treeline_runtime.kvcache import Pages
 from treeline_runtime.sampling import needs_more
 from treeline_runtime.scheduler.media import media_plan
 from treeline_runtime.scheduler.plan import InputLogprobs, RowSampling, StepPlan, Writes
+
+
+class News(NamedTuple):
+    """Writes for the next plan; see `StepPlan`."""
+
+    tokens: Writes
+    pages: Writes
+    deltas: dict[int, int]
 
 
 class TableManager:
@@ -67,10 +75,10 @@ class TableManager:
         self.pages[row, start:end] = pages
         self._new_pages.append((row, start, end))
 
-    def news(self) -> tuple[Writes, Writes, dict[int, int]]:
-        """Returns the writes that no launch has got yet, of tokens, pages (as they are now) and deltas."""
+    def news(self) -> News:
+        """Returns the writes that no launch has got yet; pages as they are now."""
         tokens, pages = self._new_tokens, self._new_pages
-        return (
+        return News(
             Writes(
                 list(tokens),
                 [start for start, _ in tokens.values()],
@@ -106,17 +114,8 @@ def _input_logprobs(batch: Batch) -> Iterator[InputLogprobs]:
             yield InputLogprobs(i, low, high, req.top_logprobs_num)
 
 
-def plan_of(
-    batch: Batch,
-    tokens: Writes,
-    pages: Writes,
-    deltas: dict[int, int],
-    slots: dict[int, str],
-    *,
-    pools: bool,
-    chain: int = 0,
-) -> StepPlan:
-    """deltas, slots, chain: see `StepPlan`. pools: the model makes vectors."""
+def plan_of(batch: Batch, news: News, slots: dict[int, str], *, pools: bool, chain: int = 0) -> StepPlan:
+    """slots, chain: see `StepPlan`. pools: the model makes vectors."""
     reqs, starts, ends = batch.reqs, batch.starts, batch.ends
     sampling = batch.sampling
     those = [
@@ -160,10 +159,10 @@ def plan_of(
         starts=starts,
         ends=ends,
         decodes=batch.phase is Phase.DECODE,
-        tokens=tokens,
-        pages=pages,
+        tokens=news.tokens,
+        pages=news.pages,
         slots=slots,
-        deltas=deltas,
+        deltas=news.deltas,
         chain=chain,
         sampling=sampling,
         temperatures=temperatures,
