@@ -10,7 +10,10 @@ import pytest
 import torch
 from support.media_engine import IMAGE, MediaHarness, Picture, ids_of, plain_answer, plain_logits
 from support.runtime_engine import VOCAB, Harness, prompt, write_config
+from treeline_runtime.core import Batch
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, SleepReq, WakeReq
+from treeline_runtime.scheduler import drafting, ngrams
+from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.media import Takes
 
 TEXT = prompt(1, 9)
@@ -227,6 +230,43 @@ def test_penalties_see_placeholders(tiny: Path, cat: Picture, options: dict[str,
             logits[4] = float("-inf")
         expected.append(int(logits.argmax()))
     assert output == expected
+
+
+@pytest.mark.parametrize("chunk", [8, 256])
+def test_hidden_states_of_images_are_those_of_a_plain_computation(tiny: Path, cat: Picture, chunk: int) -> None:
+    engine = MediaHarness(tiny, chunked_prefill_size=chunk, enable_return_hidden_states=True)
+    parts: list[Any] = [TEXT, cat, [1]]
+    output = engine.answer("r", parts, return_hidden_states=True)
+    states = engine.last("r").hidden_states
+    assert states is not None
+    rows = torch.frombuffer(bytearray(states.data), dtype=torch.float32).view(-1, states.size)
+    with torch.inference_mode():
+        found = engine.model.logits(rows)
+    torch.testing.assert_close(found, plain_logits(engine.model, parts, output[:-1]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("followed", [[], [5]])
+def test_tokens_of_images_are_never_guessed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: list[int]
+) -> None:
+    """In the prompt each token of the vocabulary is followed by an image, at once or after another token."""
+    monkeypatch.setattr(ngrams, "LENGTHS", (1,))
+    monkeypatch.setattr(drafting, "DEPTHS", ((1, ((0.0, 3),)),))
+    monkeypatch.setattr(drafting, "WAIT", -1.0)
+    dot = Picture(tmp_path, 1, 1, 1)
+    parts: list[Any] = []
+    for token in range(VOCAB):
+        parts += [[token, *followed], dot]
+    engine = MediaHarness(tiny, speculative_algorithm="NGRAM")
+    launch, drafts = engine._compute, list[int]()
+
+    def watched(batch: Batch) -> Launched:
+        drafts.extend(token for req in batch.reqs for token in req.draft)
+        return launch(batch)
+
+    monkeypatch.setattr(engine, "_compute", watched)
+    assert engine.answer("r", parts, max_new_tokens=12) == plain_answer(engine.model, parts, 12)
+    assert {*followed} <= {*drafts} <= {*range(VOCAB)}
 
 
 def test_what_does_not_fit_is_refused(tiny: Path, cat: Picture, monkeypatch: pytest.MonkeyPatch) -> None:
