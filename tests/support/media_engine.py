@@ -85,8 +85,9 @@ class Encoder:
 def reading(model: Decoder) -> Decoder:
     """Give a model an encoder, and positions of three axes."""
     model.media = Encoder(model.config.hidden_size)
-    model.mrope = MRope(MRopeConfig((0, 1, 2, 0), MERGE), *model.rope)
-    model.config = dataclasses.replace(model.config, placeholders={"image": IMAGE, "video": VIDEO})
+    mrope, placeholders = MRopeConfig((0, 1, 2, 0), MERGE), {"image": IMAGE, "video": VIDEO}
+    model.mrope = MRope(mrope, *model.rope)
+    model.config = dataclasses.replace(model.config, mrope=mrope, placeholders=placeholders)
     return model
 
 

@@ -14,7 +14,7 @@ from treeline_runtime.core import Batch
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, SleepReq, WakeReq
 from treeline_runtime.scheduler import drafting, ngrams
 from treeline_runtime.scheduler.launched import Launched
-from treeline_runtime.scheduler.media import Takes
+from treeline_runtime.scheduler.media import Intake
 
 TEXT = prompt(1, 9)
 
@@ -287,9 +287,9 @@ def test_what_does_not_go_with_images_is_named(tiny: Path, cat: Picture, monkeyp
     ids, items = ids_of([TEXT, cat])
     message = GenerateReq("r", ids, SamplingParams(), items=items)
     with_drafter: Any = SimpleNamespace(speculative_draft_model_path="head")
-    assert "a draft model" in str(Takes(with_drafter, engine.model).media_of(message))
+    assert "a draft model" in str(Intake(with_drafter, engine.model).media_of(message))
     monkeypatch.setattr(engine.model, "pooler", object())
-    assert "vectors of text alone" in str(Takes(engine.config, engine.model).media_of(message))
+    assert "vectors of text alone" in str(Intake(engine.config, engine.model).media_of(message))
 
 
 def test_models_without_an_encoder_refuse_images(tmp_path: Path, cat: Picture) -> None:

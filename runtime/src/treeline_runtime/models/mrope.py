@@ -21,35 +21,40 @@ from treeline_runtime.messages import MediaItem
 from treeline_runtime.models.model_config import MRopeConfig
 
 
+def positions_of(config: MRopeConfig, length: int, items: Sequence[MediaItem]) -> tuple[npt.NDArray[np.int64], int]:
+    """Positions of the first `length` tokens, (3, length), and `delta`: a token behind the last item, generated
+    ones too, has three times its index + delta, which is never above it. items: all of the prompt, by place."""
+    found = np.empty((3, length), dtype=np.int64)
+    index = position = 0
+    for item in items:
+        before = item.start - index
+        found[:, index : item.start] = np.arange(position, position + before)
+        position += before
+        frames, rows, columns = item.grid[0], item.grid[1] // config.merge, item.grid[2] // config.merge
+        # Videos are taken for two pictures a second, one frame of patches. Frames of very few tokens are put
+        # closer together than they were trained, so that no position is above its index.
+        step = min(config.frame_step, rows * columns)
+        places = np.indices((frames, rows, columns)).reshape(3, -1)
+        places[0] *= step
+        index = item.start + item.count
+        found[:, item.start : index] = position + places
+        position += max((frames - 1) * step + 1, rows, columns)
+    found[:, index:] = np.arange(position, position + length - index)
+    return found, position - index
+
+
 class MRope:
     """The positions of prompts with items, and their angles."""
 
     def __init__(self, config: MRopeConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """cos, sin: `Decoder.rope`, of one rope."""
-        self._merge, self._frame_step = config.merge, config.frame_step
+        self._config = config
         self._axes = torch.tensor(config.axes * 2, device=cos.device)
         self._tables = cos[0], sin[0]
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> tuple[npt.NDArray[np.int64], int]:
-        """Positions of the first `length` tokens, (3, length), and `delta`: a token behind the last item, generated
-        ones too, has three times its index + delta, which is never above it. items: all of the prompt, by place."""
-        found = np.empty((3, length), dtype=np.int64)
-        index = position = 0
-        for item in items:
-            before = item.start - index
-            found[:, index : item.start] = np.arange(position, position + before)
-            position += before
-            frames, rows, columns = item.grid[0], item.grid[1] // self._merge, item.grid[2] // self._merge
-            # Videos are taken for two pictures a second, one frame of patches. Frames of very few tokens are put
-            # closer together than they were trained, so that no position is above its index.
-            step = min(self._frame_step, rows * columns)
-            places = np.indices((frames, rows, columns)).reshape(3, -1)
-            places[0] *= step
-            index = item.start + item.count
-            found[:, item.start : index] = position + places
-            position += max((frames - 1) * step + 1, rows, columns)
-        found[:, index:] = np.arange(position, position + length - index)
-        return found, position - index
+        """See `positions_of`."""
+        return positions_of(self._config, length, items)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions (3, tokens) int64 → cos, sin, each (1, tokens, 1, rotated elements of a head), as `Ops.look_up`

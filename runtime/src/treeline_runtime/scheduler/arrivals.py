@@ -15,7 +15,7 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.sampling import check_sampling
-from treeline_runtime.scheduler.media import Media, Takes
+from treeline_runtime.scheduler.media import Intake, Media
 from treeline_runtime.scheduler.processors import Processors
 
 
@@ -34,14 +34,14 @@ class Arrivals:
         self._longest_request = longest_request
         self._model = model.config
         self._pooling = None if model.pooler is None else model.pooler.pooling
-        self._takes = Takes(config, model)
+        self._intake = Intake(config, model)
         self._processors = processors
         self._count = 0
         self._random = random.Random()
 
     def new_req(self, message: GenerateReq) -> Req | FinishReason:
         """Returns a reason instead if it can never be served (400)."""
-        media = self._takes.media_of(message) if message.items else None
+        media = self._intake.media_of(message) if message.items else None
         if (problem := media if isinstance(media, str) else self._problem(message, media)) is not None:
             return FinishReason("error", message=problem, status=400)
         assert not isinstance(media, str)

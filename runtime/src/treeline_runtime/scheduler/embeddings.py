@@ -21,15 +21,10 @@ from treeline_runtime.scheduler.plan import MediaPlan
 from treeline_runtime.transfer import upload
 
 
-def _token_bytes(model: Decoder) -> int:
-    """Of an embedding with its further features."""
-    depth = 0 if model.media is None else model.media.depth
-    return (1 + depth) * model.config.hidden_size * model.rope[0].element_size()
-
-
 def most_tokens(model: Decoder) -> int:
-    """Tokens of items whose embeddings are kept."""
-    return EMBEDDINGS_BYTES // _token_bytes(model)
+    """Tokens of items whose embeddings, with further features, are kept."""
+    depth = 0 if model.media is None else model.media.depth
+    return EMBEDDINGS_BYTES // ((1 + depth) * model.config.hidden_size * model.rope[0].element_size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +82,7 @@ class Embeddings:
         needed = {part.item.digest: part.item for part in plan.parts}
         missing = [item for digest, item in needed.items() if digest not in self._rows]
         inputs = [(item, self._read(item)) for item in missing]
-        seconds = self._encode(inputs) if inputs else float
+        seconds = self._encode(inputs) if inputs else lambda: 0.0
         encoded = Encoded(len(needed), len(needed) - len(missing), sum(item.count for item in missing), seconds)
         parts = [(part.at, self._rows[part.item.digest][part.begin : part.end]) for part in plan.parts]
         for digest in needed:

@@ -16,6 +16,7 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch
 from treeline_runtime.messages import GenerateReq, MediaItem
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.mrope import positions_of
 from treeline_runtime.scheduler.embeddings import most_tokens
 from treeline_runtime.scheduler.plan import ItemPart, MediaPlan
 
@@ -67,14 +68,14 @@ def media_plan(batch: Batch) -> MediaPlan | None:
     return MediaPlan(parts, positions) if parts or positions else None
 
 
-class Takes:
+class Intake:
     """The items that a model takes."""
 
     def __init__(self, config: SchedulerConfig, model: Decoder) -> None:
-        """Keeps no weights of the model, which may have to let go of them."""
+        """Keeps nothing of the model that is on the device."""
         self._problem = _problem(config, model)
         self._placeholders: Mapping[str, int] = model.config.placeholders
-        self._mrope = model.mrope
+        self._mrope = model.config.mrope
         self._most = most_tokens(model)
 
     def media_of(self, message: GenerateReq) -> Media | str:
@@ -88,7 +89,7 @@ class Takes:
                 return f"the {item.kind} takes {item.count} tokens; at most {self._most} of one fit: make it smaller"
         positions, delta = None, 0
         if self._mrope is not None:
-            positions, delta = self._mrope.positions(len(message.input_ids), message.items)
+            positions, delta = positions_of(self._mrope, len(message.input_ids), message.items)
         return Media(message.items, tuple(self._placeholders[item.kind] for item in message.items), positions, delta)
 
 

@@ -5,7 +5,7 @@ requests is decided here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +16,8 @@ from treeline_runtime.scheduler.media import media_plan
 from treeline_runtime.scheduler.plan import InputLogprobs, RowSampling, StepPlan, Writes
 
 
-class News(NamedTuple):
-    """Writes for the next plan; see `StepPlan`."""
-
-    tokens: Writes
-    pages: Writes
-    deltas: dict[int, int]
+News = tuple[Writes, Writes, dict[int, int]]
+"""Tokens, pages and deltas for the next plan; see `StepPlan`."""
 
 
 class TableManager:
@@ -78,7 +74,7 @@ class TableManager:
     def news(self) -> News:
         """Returns the writes that no launch has got yet; pages as they are now."""
         tokens, pages = self._new_tokens, self._new_pages
-        return News(
+        return (
             Writes(
                 list(tokens),
                 [start for start, _ in tokens.values()],
@@ -117,7 +113,7 @@ def _input_logprobs(batch: Batch) -> Iterator[InputLogprobs]:
 def plan_of(batch: Batch, news: News, slots: dict[int, str], *, pools: bool, chain: int = 0) -> StepPlan:
     """slots, chain: see `StepPlan`. pools: the model makes vectors."""
     reqs, starts, ends = batch.reqs, batch.starts, batch.ends
-    sampling = batch.sampling
+    (tokens, pages, deltas), sampling = news, batch.sampling
     those = [
         (reqs[i], end)
         for i, samples in enumerate(batch.samples)
@@ -159,10 +155,10 @@ def plan_of(batch: Batch, news: News, slots: dict[int, str], *, pools: bool, cha
         starts=starts,
         ends=ends,
         decodes=batch.phase is Phase.DECODE,
-        tokens=news.tokens,
-        pages=news.pages,
+        tokens=tokens,
+        pages=pages,
         slots=slots,
-        deltas=news.deltas,
+        deltas=deltas,
         chain=chain,
         sampling=sampling,
         temperatures=temperatures,
