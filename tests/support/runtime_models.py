@@ -90,7 +90,10 @@ class Runner:
         plan = self.attention.plan(layout)
         adapters = None if self.adapters is None else self.adapters.step([self.slot], [len(ids)])
         context = Context(self.attention, plan, slots, cos, sin, adapters=adapters)
-        return self.model.logits(self.model.forward(self.model.embed(torch.tensor(ids)), context))
+        return self.model.logits(self.model.forward(self.embed(ids, positions, context), context))
+
+    def embed(self, ids: list[int], positions: torch.Tensor, context: Context) -> torch.Tensor:
+        return self.model.embed(torch.tensor(ids))
 
 
 def ours(path: Path, **config: Any) -> Decoder:

@@ -50,3 +50,6 @@ class Context:
     """What entered the layers of `Decoder.watched`, each (tokens, hidden)."""
     room: torch.Tensor | None = None
     """(tokens, hidden): if given, the next sublayer's result is best put here, where other ranks read it."""
+    deep: torch.Tensor | None = None
+    """(`Decoder.media.depth`, tokens, hidden): what is added behind each of the first layers, zeros at text. None: no
+    token is of an image."""

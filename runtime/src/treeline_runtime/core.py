@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from treeline_runtime.models.pooling import Pooling
     from treeline_runtime.sampling import Constraint, Processing
     from treeline_runtime.scheduler.drafting import Drafting
+    from treeline_runtime.scheduler.media import Media
 
 
 _PAGES_FROM = re.compile(r"([^;]+)(?:;within=([0-9]{1,6}(?:\.[0-9]{1,3})?))?")
@@ -88,6 +89,8 @@ class Req:
     needs_all: bool = False
     """A vector needs every position's hidden state, so the cache supplies none."""
     return_hidden_states: bool = False
+    media: Media | None = None
+    """The images and videos in its prompt. None: it has none."""
     constraint: Constraint | None = None
     """The constraint on its output, which it has accepted so far. None: no constraint."""
     processor: Processing | None = None
@@ -175,6 +178,7 @@ class Req:
         arrival: int,
         pooling: Pooling | None = None,
         priority: int = 0,
+        media: Media | None = None,
     ) -> Req:
         sampling = message.sampling
         ids = message.input_ids if pooling is None else pooling.trimmed(message.input_ids)
@@ -199,6 +203,7 @@ class Req:
             remote=None if message.pages_from is None else Remote.of(message.pages_from),
             arrival=arrival,
             priority=priority,
+            media=media,
         )
 
     def awaits_pages(self, now: float) -> bool:
@@ -310,6 +315,8 @@ class Batch:
     that ends there, and a token is sampled before and after each of its tokens."""
     riding: int = 0
     """Number of last requests that decode in a mixed batch, along with prefill."""
+    has_items: bool = False
+    """Whether a prompt in it has images or videos."""
 
     @property
     def sampling(self) -> list[int]:
@@ -343,6 +350,13 @@ class Batch:
     def apart(self) -> list[Batch]:
         """Each request in a batch of its own."""
         return [
-            Batch(self.phase_of(i), [req], [self.starts[i]], [self.ends[i]], [self.samples[i]])
+            Batch(
+                self.phase_of(i),
+                [req],
+                [self.starts[i]],
+                [self.ends[i]],
+                [self.samples[i]],
+                has_items=req.media is not None,
+            )
             for i, req in enumerate(self.reqs)
         ]

@@ -19,6 +19,10 @@ OTHER_BYTES = 5 * GIB // 4
 """FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for Qwen3-0.6B and Llama-8B, of prompts 0.5 and 0.2)."""
 CHAIN_BYTES = 3 * GIB // 2
 """What guesses on the device copy: see `scheduler.chains`."""
+EMBEDDINGS_BYTES = 1 * GIB
+"""Embeddings of images and videos that are kept on the device: of 32,768 tokens, for Qwen3-VL-8B."""
+ENCODER_BYTES = 2 * EMBEDDINGS_BYTES + GIB
+"""With those that a step adds, and what the encoder needs meanwhile."""
 LARGEST_GRAPH = 256
 """Sequences: beyond them a step is long enough to hide its launches."""
 _LEAST, _MOST = 256, 4096
@@ -98,7 +102,7 @@ def reserved_bytes(
     heads = 3 * model.num_heads + 2 * model.num_kv_heads
     captured = 2 * model.hidden_size + max(3 * model.intermediate_size, heads * model.head_dim, experts)
     steps = (limits.chunk * experts + limits.graph_tokens * captured) * element_bytes
-    return tables + logits + steps + OTHER_BYTES
+    return tables + logits + steps + OTHER_BYTES + (ENCODER_BYTES if model.vision is not None else 0)
 
 
 def kv_budget(config: EngineConfig, free: int, total: int) -> int:

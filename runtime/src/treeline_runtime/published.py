@@ -91,6 +91,13 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     total_prefill_uncached_tokens: int = 0
     """Computed since the start."""
     total_prefill_busy_us: int = 0
+    total_encoder_queries: int = 0
+    """Images and videos that steps needed, since the start."""
+    total_encoder_hits: int = 0
+    """Those whose embeddings were still there."""
+    total_encoded_tokens: int = 0
+    """Of the others."""
+    total_encoder_us: int = 0
     total_jumps: int = 0
     total_forced_tokens: int = 0
     """Added by jumps since the start."""

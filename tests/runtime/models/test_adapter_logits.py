@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support import runtime_media as media
 from support.adapters import ATTENTION, shapes_of, write_adapter
 from support.ranks import on_ranks
 from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.config import EngineConfig
 from treeline_runtime.models.adapters import Adapter, read_adapter
+from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 
@@ -43,8 +45,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(theirs: Any, folder: Path, targets: tuple[str, ...], **settings: Any) -> torch.Tensor:
-    """Save an adapter of the model. Return the logits of the model with it merged in."""
+def merged(theirs: Any, folder: Path, targets: tuple[str, ...], **settings: Any) -> Any:
+    """Save an adapter of the model. Return the model with it merged in."""
     config = peft.LoraConfig(**{"r": 8, "lora_alpha": 12, "target_modules": list(targets), **settings})
     made = peft.get_peft_model(theirs, config)
     generator = torch.Generator().manual_seed(1)
@@ -53,7 +55,7 @@ def saved(theirs: Any, folder: Path, targets: tuple[str, ...], **settings: Any) 
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     made.save_pretrained(folder)
-    return logits_of(made.merge_and_unload())
+    return made.merge_and_unload()
 
 
 def read(model: Decoder, folder: Path) -> Adapter:
@@ -66,9 +68,9 @@ def test_logits_equal_those_of_merged_weights(family: str, tmp_path: Path) -> No
     theirs = reference(name, changes)
     model = ours(save(theirs, tmp_path / "base"))
     plain = logits_of(theirs)
-    merged = saved(theirs, tmp_path / "adapter", targets)
-    assert (merged - plain).abs().max() > 0.1, "the adapter changes something"
-    torch.testing.assert_close(fed_in_pieces(model, read(model, tmp_path / "adapter")), merged, atol=1e-4, rtol=1e-4)
+    expected = logits_of(merged(theirs, tmp_path / "adapter", targets))
+    assert (expected - plain).abs().max() > 0.1, "the adapter changes something"
+    torch.testing.assert_close(fed_in_pieces(model, read(model, tmp_path / "adapter")), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(fed_in_pieces(model), plain, atol=1e-4, rtol=1e-4)
 
 
@@ -76,8 +78,31 @@ def test_logits_equal_those_of_merged_weights(family: str, tmp_path: Path) -> No
 def test_scales_ranks_and_layers_are_those_of_peft(settings: str, tmp_path: Path) -> None:
     theirs = reference("Llama", {})
     model = ours(save(theirs, tmp_path / "base"))
-    merged = saved(theirs, tmp_path / "adapter", ALL, **SETTINGS[settings])
-    torch.testing.assert_close(fed_in_pieces(model, read(model, tmp_path / "adapter")), merged, atol=1e-4, rtol=1e-4)
+    expected = logits_of(merged(theirs, tmp_path / "adapter", ALL, **SETTINGS[settings]))
+    torch.testing.assert_close(fed_in_pieces(model, read(model, tmp_path / "adapter")), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
+def test_decoders_beside_an_encoder_have_adapters(family: str, tmp_path: Path) -> None:
+    theirs = media.reference(family)
+    model = ours(save(theirs, tmp_path / "base"))
+    prompt = media.Prompt(4, ("image", (1, 6, 4)), 5)
+    with torch.inference_mode():
+        plain = theirs(**prompt.for_transformers()).logits[0]
+    changed = merged(theirs, tmp_path / "adapter", ATTENTION)
+    with torch.inference_mode():
+        expected = changed(**prompt.for_transformers()).logits[0]
+    assert (expected - plain).abs().max() > 0.1
+    runner = media.MediaRunner(model, prompt.items, read(model, tmp_path / "adapter"))
+    torch.testing.assert_close(runner.feed(prompt.ids), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_of_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
+    theirs = media.reference("Qwen3VL")
+    model = ours(save(theirs, tmp_path / "base"))
+    merged(theirs, tmp_path / "adapter", ("qkv",))
+    with pytest.raises(ModelError, match=r"the adapter changes visual\.blocks\.[0-3]\.attn\.qkv"):
+        read(model, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(("family", "changes", "stages"), [

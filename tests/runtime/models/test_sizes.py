@@ -34,8 +34,9 @@ def parameters(config: dict[str, Any]) -> int:
 def test_parameter_counts_equal_transformers(path: Path) -> None:
     config = json.loads(path.read_text())
     given = {key: value for key, value in config.items() if key != "quantization_config"}
+    kind = transformers.AutoModelForImageTextToText if "vision_config" in given else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
+        model = kind.from_config(transformers.AutoConfig.for_model(**given))
     assert parameters(config) == sum(tensor.numel() for tensor in model.parameters())
 
 
@@ -44,6 +45,8 @@ KNOWN = {
     "Llama-3.1-70B": (70_553_706_496, 70_553_706_496, 327_680),
     "Qwen3-0.6B": (596_049_920, 596_049_920, 114_688),
     "Qwen3-30B-A3B": (30_532_122_624, 3_353_032_704, 98_304),
+    "Qwen2.5-VL-7B": (8_292_166_656, 8_292_166_656, 57_344),
+    "Qwen3-VL-2B": (2_127_532_032, 2_127_532_032, 114_688),
     "Mixtral-8x7B": (46_702_792_704, 12_879_925_248, 131_072),
 }
 """Parameters, active ones with the embedding's, and bytes of a token's keys and values in 16 bits."""
@@ -71,10 +74,14 @@ class Counted(RandomWeights):
 def small(path: Path) -> dict[str, Any]:
     """Return the same architecture, small enough to build."""
     config = json.loads(path.read_text())
+    if "vision_config" in config:
+        config |= config.pop("text_config", {}) | {"model_type": config["model_type"]}
+        config["vision_config"] |= {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 120, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32}
     sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64}
-    config = config | {key: value for key, value in sizes.items() if key in config} | {"rope_scaling": None}
+    rope = {"mrope_section": [2, 3, 3]} if "vision_config" in config else None
+    config = config | {key: value for key, value in sizes.items() if key in config} | {"rope_scaling": rope}
     for key in ("layer_types", "experts_per_token"):
         config.pop(key, None)
     return config

@@ -3,6 +3,7 @@ interpreter."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -189,8 +190,9 @@ def cells(dtype: torch.dtype) -> None:
     """Check the cells that a step reads from the tables, and those that it writes."""
     tokens, pages = torch.randint(0, 999, (5, 61), generator=GENERATOR), torch.randperm(5 * 15).view(5, 15)
     cos, sin = noise(2, 60, 24, dtype=dtype), noise(2, 60, 24, dtype=dtype)
-    tables = Tables(tokens.to(DEVICE), pages.to(DEVICE), 4, cos, sin)
-    for count in (1, 2, 7):
+    plain = Tables(tokens.to(DEVICE), pages.to(DEVICE), 4, cos, sin)
+    turned = dataclasses.replace(plain, deltas=torch.tensor([0, -3, -59, -70, 0], device=DEVICE))
+    for tables, count in itertools.product((plain, turned), (1, 2, 7)):
         where = torch.stack((torch.randperm(5)[torch.arange(count) % 5], torch.randint(0, 60, (count,))))
         rows, positions = where.to(DEVICE, torch.int32)
         for mine, other in zip(*(ops.look_up(rows, positions, tables) for ops in (FUSED, REFERENCE)), strict=True):

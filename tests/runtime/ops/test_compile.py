@@ -159,7 +159,8 @@ def operations(shape: Shape) -> None:
     ops = TritonOps()
     cells, angles = torch.zeros(2, 2, dtype=torch.int32), noise(2, 64, shape.rotary)
     table = torch.zeros(4, 64, dtype=torch.int64)
-    ops.look_up(cells[0], cells[1], Tables(table, table, 16, angles, angles))
+    for deltas in (None, table[0]):
+        ops.look_up(cells[0], cells[1], Tables(table, table, 16, angles, angles, deltas))
     ops.put(table[0, :2], table[:, 1:], cells[0], cells[1])
     for outputs, inputs in ((shape.hidden, shape.query * shape.dim), (2 * shape.inner, shape.hidden)):
         ops.linear(noise(1, inputs), torch.empty(outputs, inputs, dtype=torch.bfloat16), None)

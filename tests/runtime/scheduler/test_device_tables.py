@@ -21,7 +21,7 @@ def tables_of_a_device() -> tuple[TableManager, DeviceTables]:
 
 
 def tell(table: TableManager, there: DeviceTables) -> None:
-    tokens, pages = table.news()
+    tokens, pages, _ = table.news()
     there.write(StepPlan([], [], [], tokens=tokens, pages=pages))
     table.told()
 
@@ -33,7 +33,7 @@ def test_writes_reach_the_device_with_the_next_plan() -> None:
     tell(table, there)
     assert there.token_pool[row, :4].tolist() == [5, 6, 7, 0]
     assert there.page_table[row, :3].tolist() == [8, 9, 0]
-    assert table.news() == (Writes(), Writes())
+    assert table.news() == (Writes(), Writes(), {})
 
 
 def test_the_later_of_two_owners_of_a_row_counts() -> None:

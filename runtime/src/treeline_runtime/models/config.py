@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ LARGEST_SIZE = 1 << 31
 """Larger values are mistakes, and would exhaust memory before any error."""
 CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
 """Endings of architectures: a decoder with a language-model head, a classification head, or none."""
+MULTIMODAL = "ForConditionalGeneration"
+"""The ending of a decoder with a language-model head and encoders."""
 FOREIGN_FILES = {
     "hf_quant_config.json": "ModelOpt's quantised checkpoints are not supported ({} is there)",
     "quantize_config.json": "GPTQ's quantised checkpoints are not supported ({} is there)",
@@ -45,6 +48,7 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
     """generation: generation_config.json, {} if it is missing."""
     try:
         family = _family(config)
+        config = family.unnested(config)
         quantization = _quantization(config, family)
         _refuse_unknown(config, family)
         config = {**family.defaults, **config}
@@ -91,6 +95,9 @@ def _check(model: ModelConfig, family: Family) -> None:
         _check_size("the number of experts", model.moe.num_experts)
         _check_size("an expert's intermediate size", model.moe.intermediate_size)
         _check_size("the shared expert's intermediate size", model.moe.shared_intermediate_size)
+    for name, size in asdict(model.vision).items() if model.vision is not None else ():
+        if isinstance(size, int):
+            _check_size(f"{name} of vision_config", size)
     if model.num_heads % model.num_kv_heads:
         raise ModelError(
             f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} key/value heads"

@@ -20,10 +20,13 @@ from treeline_runtime.context import Context
 from treeline_runtime.models.adapters import Site, site_of
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.lora import AdapterStep
+from treeline_runtime.models.media import MediaEncoder
+from treeline_runtime.models.mrope import MRope
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.product import Sizes, cut_of, float_product, kv_scales, new_product, stack
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut, own
+from treeline_runtime.models.vision import VisionEncoder
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
 
@@ -253,6 +256,11 @@ class Decoder:
     """Guesses what it says next; on rank 0 alone."""
     watched: tuple[int, ...] = ()
     """Layers whose input the drafter reads."""
+    media: MediaEncoder | None = None
+    """Makes embeddings of images and videos; None: it reads text alone."""
+    mrope: MRope | None = None
+    """The positions of prompts with images or videos, if it has positions of its own for these. Without items they
+    are the plain ones."""
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
         """ranks: the connection of `weights.rank` to the others; None: there are no others."""
@@ -282,6 +290,10 @@ class Decoder:
         cos, sin = zip(*tables, strict=True)
         self.rope = torch.stack(cos), torch.stack(sin)
         """Cosines and sines, each (ropes, positions, rotated elements of a head)."""
+        if config.mrope is not None:
+            self.mrope = MRope(config.mrope, *self.rope)
+        if config.vision is not None and weights.rank.is_first_stage:
+            self.media = VisionEncoder(config.vision, weights)
 
     @property
     def sites(self) -> list[Site]:
@@ -315,6 +327,9 @@ class Decoder:
                 if ranks is not None:
                     context.room = ranks.room(x, turn)
                 x, after = sublayer.compute(x, context), sublayer.after
+            if context.deep is not None and number < len(context.deep):
+                assert residual is not None
+                residual.add_(context.deep[number])
         x = self._join(x, residual, after, self._norm, context)[0]
         if self._norm is None and ranks is not None:
             ranks.send(x)

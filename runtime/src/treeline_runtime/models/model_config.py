@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from treeline_runtime.models.quantization.scheme import Scheme
@@ -87,6 +88,52 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """An encoder of images and videos: a transformer over patches, of which neighbours become one token."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    channels: int
+    patch: int
+    """A side in pixels."""
+    frames: int
+    """Pictures of a video that one patch covers."""
+    merge: int
+    """A token is of merge x merge patches."""
+    out_size: int
+    """The decoder's hidden size."""
+    rope_theta: float
+    gated: bool
+    """RMS norms and gated feed-forwards; else LayerNorms and plain ones, and a bias of patches."""
+    window: int | None = None
+    """Tokens of a window's side, in layers that are not `full`; None: all see the whole frame."""
+    full: frozenset[int] = frozenset()
+    learned_side: int = 0
+    """The side of the square grid of learned positions, which is stretched over a frame; 0: none are learned."""
+    deepstack: tuple[int, ...] = ()
+    """Layers whose outputs are added behind the decoder's first ones."""
+
+    @property
+    def patch_size(self) -> int:
+        """Numbers of a patch."""
+        return self.channels * self.frames * self.patch * self.patch
+
+
+@dataclass(frozen=True)
+class MRopeConfig:
+    """Rotation by three positions, of frame, row and column. Text has three equal ones."""
+
+    axes: tuple[int, ...]
+    """For each frequency the position that it turns with: 0, 1 or 2."""
+    merge: int
+    """A token is of merge x merge patches."""
+    frame_step: int = 1
+    """Positions from a video's frame to the next."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder. Sizes in elements; defaults are Llama's."""
 
@@ -125,6 +172,11 @@ class ModelConfig:
     """The rotation in layers with a window; None: the same as in the others."""
     moe: MoeConfig | None = None
     """None: all layers are dense."""
+    vision: VisionConfig | None = None
+    """None: text alone."""
+    mrope: MRopeConfig | None = None
+    placeholders: Mapping[str, int] = field(default_factory=dict)
+    """By kind of item, image or video: the id that stands for one of its tokens."""
 
     @property
     def longest_context(self) -> int:

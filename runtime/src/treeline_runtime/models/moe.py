@@ -1,4 +1,4 @@
-"""Decoders with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss.
+"""Decoders with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-VL-MoE, gpt-oss.
 
 Otherwise they are the dense decoder. A rank has a part of every expert, or some experts as a whole.
 
@@ -93,17 +93,21 @@ def new_moe(moe: MoeConfig, weights: Weights, ops: Ops, prefix: str, hidden: int
 
 
 def take_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> Experts:
-    """Takes either layout: all experts in one tensor, as transformers 5 may save them, or a matrix each. Of the latter
-    one copy exists beside the stack at a time."""
+    """Takes any layout: all experts in one tensor, as transformers 5 may save them, in Qwen3-VL-MoE with inputs before
+    outputs, or a matrix each. Of the latter one copy exists beside the stack at a time."""
     count, inner = moe.num_experts, moe.intermediate_size
     local = local_numbers(weights, count)
-    if weights.has(f"{prefix}gate_up_proj"):
-        inward, outward = cut_of_stack(weights, count, 1, inner, inner), cut_of_stack(weights, count, 2, inner)
-        return Experts(
-            _laid_out(weights.take(f"{prefix}gate_up_proj", count, 2 * inner, hidden, cut=inward)),
-            _laid_out(weights.take(f"{prefix}down_proj", count, hidden, inner, cut=outward)),
-            local=local,
-        )
+    stacked = f"{prefix}gate_up_proj"
+    if weights.has(stacked):
+        turned = hidden != 2 * inner and weights.shape(stacked) == (count, hidden, 2 * inner)
+
+        def stack(name: str, outputs: int, inputs: int, dim: int, *sections: int) -> torch.Tensor:
+            shape, dim = ((inputs, outputs), 3 - dim) if turned else ((outputs, inputs), dim)
+            taken = weights.take(f"{prefix}{name}", count, *shape, cut=cut_of_stack(weights, count, dim, *sections))
+            return _laid_out(taken.transpose(1, 2) if turned else taken)
+
+        into = stack("gate_up_proj", 2 * inner, hidden, 1, inner, inner)
+        return Experts(into, stack("down_proj", hidden, inner, 2, inner), local=local)
     begin, end = weights.experts.part(count)
     names = MIXTRAL_NAMES if weights.has(f"{prefix}{begin}.{MIXTRAL_NAMES[0]}.weight") else QWEN_NAMES
     rank = weights.rank if local is None else WHOLE

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from treeline_runtime.models.config import BASE, CAUSAL, CLASSIFIER, ModelError
+from treeline_runtime.models.config import BASE, CAUSAL, CLASSIFIER, MULTIMODAL, ModelError
 from treeline_runtime.models.settings import read_json, read_object
 
 PoolingTask = Literal["embed", "score", "reward"]
@@ -104,7 +104,7 @@ def _pooling_of(directory: Path, asked: AskedTask, *, matryoshka: bool) -> Pooli
     config = read_object(directory / "config.json")
     names = [str(name) for name in config.get("architectures") or ()]
     if asked == "generate":
-        if names and not any(name.endswith(CAUSAL) for name in names):
+        if names and not any(name.endswith((CAUSAL, MULTIMODAL)) for name in names):
             raise ModelError(f"task generate: {', '.join(names)} has no language-model head; *{CAUSAL} has one")
         return None
     modules = _modules(directory)

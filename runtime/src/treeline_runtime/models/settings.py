@@ -60,6 +60,14 @@ def needed(config: Mapping[str, Any], key: str) -> float:
     return value
 
 
+def whole(config: Mapping[str, Any], key: str) -> int:
+    """A whole number of at least 1. Raises ModelError, or KeyError if the key is missing."""
+    value = config[key]
+    if type(value) is not int or value < 1:
+        raise ModelError(f"config.json: {key} must be a whole number of at least 1, not {value!r}")
+    return value
+
+
 def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> list[str]:
     """Each layer's type: `layer_types`, or the default."""
     given = config.get("layer_types")

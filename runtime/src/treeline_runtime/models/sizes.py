@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
-from treeline_runtime.models.model_config import ModelConfig
+from treeline_runtime.models.model_config import ModelConfig, VisionConfig
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
 from treeline_runtime.models.shards import WHOLE, Rank, own
 
@@ -55,6 +55,7 @@ def _parts(model: ModelConfig, element_bytes: int, scheme: Scheme | None, stage:
         _projections("feed-forward", dense, gated, 0, element_bytes, scheme),
         *_experts(model, element_bytes),
         _norms(model, element_bytes, stage),
+        _vision(model.vision if stage.is_first_stage else None, element_bytes),
     ]
     return [part for part in found if part.parameters]
 
@@ -109,3 +110,19 @@ def _norms(model: ModelConfig, element_bytes: int, stage: Rank) -> Part:
     a_layer = sum(name is not None for name in astuple(model.norms))
     count = (a_layer * model.num_layers + stage.is_last_stage) * model.hidden_size
     return Part("norms", count, count, count * (4 if model.norm_adds_one else element_bytes))
+
+
+def _vision(config: VisionConfig | None, element_bytes: int) -> Part:
+    """Text is not multiplied with it. Every rank of the first stage has all of it."""
+    count = 0
+    if config is not None:
+        size, inner = config.hidden_size, config.intermediate_size
+        norm = size if config.gated else 2 * size
+        attention = 4 * size * (size + 1)
+        feed_forward = (2 if config.gated else 1) * inner * (size + 1) + size * (inner + 1)
+        block = size * config.merge**2
+        merger = block * (block + 1) + config.out_size * (block + 1)
+        patches = size * config.patch_size + (0 if config.gated else size)
+        count = config.depth * (attention + feed_forward + 2 * norm) + patches + config.learned_side**2 * size
+        count += merger + norm + len(config.deepstack) * (merger + 2 * block)
+    return Part("vision encoder", count, 0, count * element_bytes)

@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 PREFIX = "model."
-"""Prefix of the decoder's tensors, absent in a checkpoint of a decoder alone (`Qwen3Model`, an embedding model)."""
+"""Prefix of the decoder's tensors."""
+PREFIXES = ("model.language_model.", PREFIX, "")
+"""Its forms in files: beside an encoder, in language models, and in checkpoints of a decoder alone (`Qwen3Model`)."""
+VISION = "visual."
+"""Prefix of the encoder's tensors. Newer versions of transformers put it behind `PREFIX`."""
 EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
 SINGLE = "model.safetensors"
@@ -52,7 +56,7 @@ class Weights(Protocol):
         """Whether `take` would find it."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that may have one of several. Raises ModelError if it is missing."""
+        """The shape of a tensor that may have one of several; (): it has any. Raises ModelError if it is missing."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut | None = None) -> torch.Tensor:
         """The tensor of this shape on the engine's device, or a part of it, in the engine's dtype or `dtype`; fp8 must
@@ -87,7 +91,11 @@ class Checkpoint:
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._untaken = set(self._file_of)
-        self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
+        embedding = EMBEDDING.removeprefix(PREFIX)
+        found = [prefix for prefix in PREFIXES if prefix + embedding in self._file_of]
+        self._prefix = found[0] if found else PREFIX
+        is_inside = any(name.startswith(PREFIX + VISION) for name in self._file_of)
+        self._vision = PREFIX + VISION if is_inside else VISION
         self._streamed = None if device.type in MAPPED else self._stream()
         size = sum((self._dir / file).stat().st_size for file in set(self._file_of.values()))
         self._progress = _Progress(size // (rank.count * rank.stages))
@@ -165,7 +173,10 @@ class Checkpoint:
 
     def _saved(self, name: str) -> str:
         """Its name in the files."""
-        return name.removeprefix(PREFIX) if self._bare else name
+        for prefix, saved in ((PREFIX, self._prefix), (VISION, self._vision)):
+            if name.startswith(prefix):
+                return saved + name.removeprefix(prefix)
+        return name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:
         return any(name.endswith(endings) for name in self._file_of)
@@ -177,7 +188,9 @@ class Checkpoint:
         return self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        name = self._saved(name)
+        return self._shape(self._saved(name))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(self._file(name)).get_slice(name).get_shape())
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut | None = None) -> torch.Tensor:
@@ -185,7 +198,7 @@ class Checkpoint:
         file = self._file(name)
         streamed = self._streamed if name in self._untaken else None  # which gives a tensor once
         self._untaken.discard(name)
-        if cut is not None and (whole := self.shape(name)) != shape:
+        if cut is not None and (whole := self._shape(name)) != shape:
             raise _misshapen(name, whole, shape)
         if streamed is not None:
             tensor = streamed.read(name, cut)
@@ -255,7 +268,7 @@ class RandomWeights:
         """Nothing is read."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        raise ModelError(f"tensor {name}: random weights have any shape, and no scales")
+        return ()
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut | None = None) -> torch.Tensor:
         if "norm" in name:

@@ -74,6 +74,8 @@ class Tables:
     cos: torch.Tensor
     """(ropes, positions, rotated elements of a head)"""
     sin: torch.Tensor
+    deltas: torch.Tensor | None = None
+    """(rows,) int64: a row's angles are those of its positions plus so many, at least 0. None: of all rows 0."""
 
 
 class Found(NamedTuple):

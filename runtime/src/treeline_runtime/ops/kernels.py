@@ -13,9 +13,10 @@ from treeline_runtime.ops.early_kernels import let_next_begin, take_turn, wait_f
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])  # parts of one upload
 def look_up(
-    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, cos_ptr, sin_ptr, ids_ptr, slots_ptr, cos_out_ptr, sin_out_ptr,
-    unfinite_ptr, token_width, page_width, length,
-    PAGE: tl.constexpr, ROPES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, cos_ptr, sin_ptr, deltas_ptr, ids_ptr, slots_ptr, cos_out_ptr,
+    sin_out_ptr, unfinite_ptr, token_width, page_width, length,
+    DELTAS: tl.constexpr, PAGE: tl.constexpr, ROPES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token's id, slot and angles, by its row and position."""
     take_turn(EARLY)
@@ -26,10 +27,13 @@ def look_up(
     page = tl.load(pages_ptr + row * page_width + position // PAGE)
     tl.store(slots_ptr + token, page * PAGE + position % PAGE)
     tl.store(unfinite_ptr + token, 0)
+    turned = position
+    if DELTAS:
+        turned = tl.maximum(position + tl.load(deltas_ptr + row), 0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     for rope in tl.static_range(ROPES):
-        source = (rope * length + position) * SIZE + columns
+        source = (rope * length + turned) * SIZE + columns
         target = (rope * tl.num_programs(0) + token) * SIZE + columns
         tl.store(cos_out_ptr + target, tl.load(cos_ptr + source, inside, other=0.0), inside)
         tl.store(sin_out_ptr + target, tl.load(sin_ptr + source, inside, other=0.0), inside)

@@ -18,11 +18,12 @@ from treeline_runtime.sampling.sampler import choose
 class TorchOps:
     def look_up(self, rows: torch.Tensor, positions: torch.Tensor, tables: Tables) -> Found:
         pages = tables.pages[rows, positions // tables.page_size]
+        turned = positions if tables.deltas is None else (positions + tables.deltas[rows]).clamp_(min=0)
         return Found(
             tables.tokens[rows, positions],
             pages * tables.page_size + positions % tables.page_size,
-            tables.cos[:, positions].unsqueeze(2),
-            tables.sin[:, positions].unsqueeze(2),
+            tables.cos[:, turned].unsqueeze(2),
+            tables.sin[:, turned].unsqueeze(2),
             torch.zeros(len(rows), dtype=torch.int32, device=rows.device),
         )
 

@@ -35,8 +35,10 @@ class TritonOps:
         cos, sin = (torch.empty(angles, dtype=tables.cos.dtype, device=rows.device) for _ in range(2))
         unfinite = torch.empty(tokens, dtype=torch.int32, device=rows.device)
         kernels.look_up[(tokens,)](
-            rows, positions, tables.tokens, tables.pages, tables.cos, tables.sin, ids, slots, cos, sin, unfinite,
+            rows, positions, tables.tokens, tables.pages, tables.cos, tables.sin,
+            tables.pages if tables.deltas is None else tables.deltas, ids, slots, cos, sin, unfinite,
             tables.tokens.stride(0), tables.pages.stride(0), length,
+            DELTAS=tables.deltas is not None,
             PAGE=tables.page_size, ROPES=ropes, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=1,
             **self._early,
         )  # fmt: skip

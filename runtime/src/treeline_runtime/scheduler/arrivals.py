@@ -13,9 +13,9 @@ from treeline_runtime.messages import (
     FinishReason,
     GenerateReq,
 )
-from treeline_runtime.models.config import ModelConfig
-from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.sampling import check_sampling
+from treeline_runtime.scheduler.media import Intake, Media
 from treeline_runtime.scheduler.processors import Processors
 
 
@@ -26,23 +26,25 @@ class Arrivals:
         self,
         config: SchedulerConfig,
         longest_request: int,
-        model: ModelConfig,
-        pooling: Pooling | None,
+        model: Decoder,
         processors: Processors,
     ) -> None:
-        """longest_request: tokens of prompt and answer. pooling: of a model for vectors."""
+        """longest_request: tokens of prompt and answer."""
         self._config = config
         self._longest_request = longest_request
-        self._model = model
-        self._pooling = pooling
+        self._model = model.config
+        self._pooling = None if model.pooler is None else model.pooler.pooling
+        self._intake = Intake(config, model)
         self._processors = processors
         self._count = 0
         self._random = random.Random()
 
     def new_req(self, message: GenerateReq) -> Req | FinishReason:
         """Returns a reason instead if it can never be served (400)."""
-        if (problem := self._problem(message)) is not None:
+        media = self._intake.media_of(message) if message.items else None
+        if (problem := media if isinstance(media, str) else self._problem(message, media)) is not None:
             return FinishReason("error", message=problem, status=400)
+        assert not isinstance(media, str)
         processor = self._processors.begin(message.sampling.logit_processor, self._model.vocab_size)
         if isinstance(processor, FinishReason):
             return processor
@@ -56,13 +58,15 @@ class Arrivals:
             arrival=self._count,
             pooling=self._pooling,
             priority=-message.priority if self._config.schedule_low_priority_values_first else message.priority,
+            media=media,
         )
         req.processor = processor
         return req
 
-    def _problem(self, message: GenerateReq) -> str | None:
+    def _problem(self, message: GenerateReq, media: Media | None) -> str | None:
         """Why it can never be served; None if it can."""
-        length = len(message.input_ids)
+        ids = message.input_ids if media is None else media.shown(message.input_ids)
+        length = len(ids)
         answer = min(message.sampling.max_new_tokens, 1)
         pools, longest_request, vocab_size = self._pooling is not None, self._longest_request, self._model.vocab_size
         if message.pools != pools:
@@ -76,7 +80,7 @@ class Arrivals:
         if length + answer > longest_request:
             most = f"{longest_request - 1} fit, with one for the answer" if answer else f"{longest_request} fit"
             return f"the prompt has {length} tokens; at most {most}"
-        if not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"the prompt has token ids outside the vocabulary of {vocab_size}"
         if not -1 <= message.logprob_start_len <= length:
             return f"logprob_start_len {message.logprob_start_len} is outside the prompt"

@@ -158,8 +158,8 @@ class CacheAudits:
 
     def _chooses(self, req: Req, end: int) -> bool:
         """Depends on the request alone, so that `take` agrees with `watched`; its id may be the client's choice, so a
-        secret keeps clients from choosing what is audited."""
-        if end != req.prompt_len or req.cached_tokens <= 0:
+        secret keeps clients from choosing what is audited. Files of images stay only while their request lives."""
+        if end != req.prompt_len or req.cached_tokens <= 0 or req.media is not None:
             return False
         drawn = blake2b(req.rid.encode(), key=self._secret, digest_size=8).digest()
         return int.from_bytes(drawn) < self._share * 2**64

@@ -73,7 +73,10 @@ class CacheManager:
         prompt as being filled by it, until that is in the tree or `end_filling`."""
         if req.adapter is not None:
             req.slot = self.slots.take(req.adapter, req.client)
-        req.row = self._table.alloc(req.tokens)
+        if req.media is None:
+            req.row = self._table.alloc(req.tokens)
+        else:
+            req.row = self._table.alloc(req.media.shown(req.tokens), req.media.delta)
         req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
         req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size

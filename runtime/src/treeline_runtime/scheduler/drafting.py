@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from treeline_wire.media import FIRST_ID
+
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import Speculated
@@ -131,13 +133,13 @@ class Speculation:
 
     def draft(self, req: Req, batch: int, room: int) -> list[int]:
         """The guesses for a request whose tokens are all known, among `batch` decoding ones; at most `room`. None of
-        them ends the output."""
+        them ends the output, or is an item's."""
         most = min(self._depth(req, batch), room, req.max_new_tokens - req.output_len - 1)
         if most <= 0 or req.drafting is None:
             return []
         found: list[int] = []
         for token in self._guess(req, req.drafting, most):
-            if token in req.stop_ids:
+            if token in req.stop_ids or token >= FIRST_ID:
                 break
             found.append(token)
         return found if req.constraint is None else found[: self._allowed(req, found)]

@@ -27,6 +27,7 @@ from treeline_runtime.models.lora import AdapterPool
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
 from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.chains import Chains
+from treeline_runtime.scheduler.embeddings import Embeddings, StepMedia
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.launched import Choices, Launched, Pooled, Step
@@ -74,7 +75,9 @@ class Executor:
                 limits.page_size,
                 device,
                 scratch_page=limits.num_pages,
+                has_deltas=model.mrope is not None,
             )
+            self.embeddings = None if model.media is None else Embeddings(model, device)
             self.pool = KVPool(
                 num_layers=shape.num_layers,
                 num_pages=limits.num_pages,
@@ -111,6 +114,10 @@ class Executor:
         with as_one(self._group):
             return self._compute(plan, launch)
 
+    def has_embeddings(self, digest: bytes) -> bool:
+        """Whether the item need not be encoded."""
+        return self.embeddings is not None and digest in self.embeddings
+
     def idle(self) -> None:
         """Computes the experts that are here for the peers' tokens, with one token of nobody."""
         assert self._peers is not None
@@ -136,8 +143,8 @@ class Executor:
             return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:
-        """Graphs are captured without adapters."""
-        if plan.adapters:
+        """Graphs are captured without adapters and items."""
+        if plan.adapters or plan.media is not None:
             return EAGER
         if self._is_decode_graph(plan):
             return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
@@ -153,10 +160,13 @@ class Executor:
             self._chains.follow(plan)
         if launch.mode == "decode graph":
             return self._replay(plan, launch.bucket)
-        hidden, kv_finite = self._hidden(plan, launch.bucket)
+        launched, media = Launched(plan), None
+        if plan.media is not None and self.embeddings is not None:
+            parts, launched.encoded = self.embeddings.step(plan.media)
+            media = StepMedia(parts, self._table.positions(plan))
+        hidden, kv_finite = self._hidden(plan, launch.bucket, media)
         if self._group is not None and (plan.hidden or self._model.pooler is not None):
             hidden = self._group.ranks.home(hidden)
-        launched = Launched(plan)
         if self._model.pooler is not None:
             launched.read_back(kv_finite)
             launched.pooled = Pooled(plan, hidden, self._model.pooler)
@@ -171,7 +181,7 @@ class Executor:
         logits, tokens = self._forward.choose(hidden, DecodeInputs.of(plan, self._table.scratch_row).on(self._device))
         return self._finish(launched, logits, tokens, kv_finite)
 
-    def _hidden(self, plan: StepPlan, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _hidden(self, plan: StepPlan, size: int, media: StepMedia | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`Forward.hidden` of the step. size: of its graph, 0: none. In a pipeline, which has no graphs, a stage
         computes a micro-batch while the next stage computes the one before."""
         ranks, cells, table, parts = self._model.ranks, plan.cells(), self._table, []
@@ -188,7 +198,7 @@ class Executor:
             adapters = None
             if plan.adapters and self._slots is not None:
                 adapters = self._slots.step(plan.adapters[begin:end], plan.q_lens[begin:end])
-            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size, adapters))
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size, adapters, media))
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 

@@ -16,6 +16,7 @@ from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.ops import Tables
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.chains import Chains
+from treeline_runtime.scheduler.embeddings import StepMedia
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.transfer import upload
 
@@ -110,8 +111,16 @@ class DeviceTables:
     """
 
     def __init__(
-        self, num_rows: int, context_length: int, page_size: int, device: torch.device, *, scratch_page: int = 0
+        self,
+        num_rows: int,
+        context_length: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        scratch_page: int = 0,
+        has_deltas: bool = False,
     ) -> None:
+        """has_deltas: angles of some rows are those of other positions."""
         self.scratch_row = num_rows
         # numpy zeros use memory only once written
         self._pages = np.zeros((num_rows + 1, -(-context_length // page_size)), dtype=np.int64)
@@ -119,13 +128,30 @@ class DeviceTables:
         self._version = 0
         self._mirrored = device.type != "cpu"
         self.page_table = torch.from_numpy(self._pages).to(device)
+        self._deltas = np.zeros(num_rows + 1, dtype=np.int64)
+        self.deltas = torch.from_numpy(self._deltas).to(device) if has_deltas else None
         self.token_pool = torch.from_numpy(np.zeros((num_rows + 1, context_length + 1), dtype=np.int64)).to(device)
 
     def on_host(self, rows: list[int]) -> HostPages:
         return HostPages(self._pages, rows, self._version)
 
+    def positions(self, plan: StepPlan) -> torch.Tensor | None:
+        """`StepMedia.positions` of a step, which was written."""
+        if self.deltas is None or plan.media is None:
+            return None
+        rows, positions = plan.cells().astype(np.int64)
+        found = np.tile(positions + self._deltas[rows], (3, 1))
+        for i, known in plan.media.positions.items():
+            found[:, plan.bounds[i] : plan.bounds[i + 1]] = np.frombuffer(known, dtype=np.int64).reshape(3, -1)
+        return upload(found, self.token_pool.device)
+
     def write(self, plan: StepPlan) -> None:
         """Writes a plan's news, in one copy and one kernel per table."""
+        if plan.deltas and self.deltas is not None:
+            where, values = np.array([*plan.deltas]), np.array([*plan.deltas.values()])
+            self._deltas[where] = values
+            if self._mirrored:
+                _scatter(self.deltas, where, values)
         for writes in (plan.tokens, plan.guesses) if plan.drafts else (plan.tokens,):
             if writes.values:
                 where = writes.cells(self.token_pool.shape[1])
@@ -163,17 +189,22 @@ class Forward:
         plan: Any,
         attention: Attends | None = None,
         adapters: AdapterStep | None = None,
+        media: StepMedia | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """rows, positions (tokens,) int32: the input's cells → hidden states, whether keys and values are finite.
 
         attention: used instead of the backend."""
         cos, sin = self._model.rope
         page_size = self._attention.pool.page_size
-        tables = Tables(self._table.token_pool, self._table.page_table, page_size, cos, sin)
+        tables = Tables(self._table.token_pool, self._table.page_table, page_size, cos, sin, self._table.deltas)
         found = self._model.ops.look_up(rows, positions, tables)
         attention = self._attention if attention is None else attention
         context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite, adapters)
         x = self._model.embed(found.ids)
+        if media is not None:
+            context.deep = media.put(x)
+            if media.positions is not None and self._model.mrope is not None:
+                context.cos, context.sin = self._model.mrope.tables(media.positions)
         ranks = self._model.ranks
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
         if self._chains is not None and self._model.watched:

@@ -15,6 +15,7 @@ import torch
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.pooler import Pooler, Vector
 from treeline_runtime.sampling.sampler import Logprobs
+from treeline_runtime.scheduler.embeddings import Encoded
 from treeline_runtime.scheduler.forward import Tokens
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.transfer import Readback
@@ -122,6 +123,8 @@ class Launched:
         self.guesses: tuple[list[int], Readback] | None = None
         """Sequences; for each the number of right guesses in the step, and guesses for the next one."""
         self.pooled: Pooled | None = None
+        self.encoded: Encoded | None = None
+        """None: it needed no items."""
         self.hidden_states: list[tuple[int, Readback]] = []
         """Sequence → hidden states of its tokens."""
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from treeline_wire.media import FIRST_ID
+
 LENGTHS = (8, 5, 3)
 """Tokens that must be the same; longer ones guess better."""
 WINDOW = 32_768
@@ -55,5 +57,7 @@ class Ngrams:
         self._room.left -= max(end - begin, 0)
         for length, after in zip(LENGTHS, self._after, strict=True):
             for at in range(max(begin, length), end):
+                if tokens[at] >= FIRST_ID:  # of an image: nobody says it
+                    continue
                 after[hash(tuple(tokens[at - length : at]))] = at
         self._indexed = end

@@ -112,7 +112,8 @@ class Past:
     def end(self, req: Req) -> None:
         """Takes the answer of a request, for the next steps."""
         if req.output_len >= SHORTEST:
-            tokens = req.tokens[max(req.prompt_len - CONTEXT, len(req.tokens) - LONGEST, 0) :]
+            text = 0 if req.media is None else req.media.end
+            tokens = req.tokens[max(req.prompt_len - CONTEXT, len(req.tokens) - LONGEST, text) :]
             self._coming.put(req.client, ((req.client, req.namespace), chain(tokens, (END,))))
 
     def forget(self) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from treeline_runtime.messages import SamplingParams
+from treeline_runtime.messages import MediaItem, SamplingParams
 
 MICRO_BATCH_TOKENS = 256
 """The least tokens of a micro-batch, about: fewer take as long on a GPU, which reads all weights for them."""
@@ -51,6 +51,23 @@ class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
     low: int
     high: int
     top: int
+
+
+class ItemPart(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of an item: rows `begin` to `end` of its embeddings, from token `at` of the step on."""
+
+    item: MediaItem
+    begin: int
+    end: int
+    at: int
+
+
+class MediaPlan(msgspec.Struct, array_like=True, frozen=True):
+    """What the prompts of a step have of images and videos."""
+
+    parts: list[ItemPart] = []
+    positions: dict[int, bytes] = {}
+    """For models with positions of their own: sequence → (3, tokens of the sequence) int64."""
 
 
 class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
@@ -90,6 +107,10 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     """The slot of each sequence's adapter, -1: none. []: no sequence has one."""
     slots: dict[int, str] = {}
     """Slot → the digest of the adapter that is put there before the step."""
+    deltas: dict[int, int] = {}
+    """Row → what is added to the positions of its tokens for their angles, from this step on."""
+    media: MediaPlan | None = None
+    """None: no prompt in it has items."""
     whole: list[bool] = []
     """For vector models, by sequence: whether the step computes its last token."""
 

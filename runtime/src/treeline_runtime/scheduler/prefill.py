@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from itertools import islice
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import TOKEN_BYTES, Match, common_prefix, key_of
+from treeline_runtime.messages import MediaItem
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.decode import cost_pages, reserved_pages
 from treeline_runtime.scheduler.resolve import Resolved
@@ -45,8 +46,14 @@ class PrefillManager:
     """Owns waiting requests, and the one whose prompt is being computed in chunks."""
 
     def __init__(
-        self, config: SchedulerConfig, limits: Resolved, cache: CacheManager, clock: Callable[[], float]
+        self,
+        config: SchedulerConfig,
+        limits: Resolved,
+        cache: CacheManager,
+        clock: Callable[[], float],
+        is_encoded: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
+        """is_encoded: whether the embeddings of an item are there, by its digest."""
         self._cache = cache
         self._clock = clock
         self._page_size = config.page_size
@@ -64,6 +71,9 @@ class PrefillManager:
         self._bounded = config.max_queued_requests is not None
         self._replaceable: dict[str | None, Ranked] = {}
         """Requests that never began, by client: least urgent, latest first. Kept if the queue's length is limited."""
+        self._is_encoded = is_encoded
+        self._encodes: dict[bytes, int] = {}
+        """Items that the next step encodes → their tokens."""
         self._estimated_version = -1
         """The tree's version at the last estimates of the queue's first requests; -1 if the queue has changed since."""
 
@@ -154,7 +164,7 @@ class PrefillManager:
         if self.chunked is None and (not self.waiting or free_rows == 0):
             return None
         reserved = reserved_pages(running, ratio, self._page_size)
-        batch = Batch(Phase.PREFILL, [], [], [], [])
+        batch, self._encodes = Batch(Phase.PREFILL, [], [], [], []), {}
         tokens_left = max(self._chunk_tokens - riding, self._page_size)
         if self.chunked is not None:
             req = self.chunked
@@ -260,14 +270,32 @@ class PrefillManager:
         start, target = req.device_len, len(req.tokens)
         room = (self._cache.available_pages + req.num_pages) * self._page_size
         end = min(target, start + tokens_left, room)
+        if req.media is not None:
+            end = self._encodable(req.media.items, start, end, alone=not batch.reqs)
         if end < target:
             end -= end % self._page_size
         self.chunked = req if end < target else None
         if end <= start:
             return 0
         self._cache.extend(req, end)
+        batch.has_items |= req.media is not None
         batch.reqs.append(req)
         batch.starts.append(start)
         batch.ends.append(end)
         batch.samples.append(end == target and req.max_new_tokens > 0)
         return end - start
+
+    def _encodable(self, items: Sequence[MediaItem], start: int, end: int, *, alone: bool) -> int:
+        """The end of a chunk, at most `end`, that leaves out items which are too many to be encoded in this step.
+        `alone`: the step has no other prompt yet, so it takes what is in the first page, and at least one item."""
+        least = start - start % self._page_size + self._page_size
+        for item in items:
+            if item.start + item.count <= start or item.digest in self._encodes or self._is_encoded(item.digest):
+                continue
+            if item.start >= end:
+                break
+            full = sum(self._encodes.values()) + item.count > self._chunk_tokens
+            if full and self._encodes and not (alone and item.start < least):
+                return max(item.start, start)
+            self._encodes[item.digest] = item.count
+        return end

@@ -21,6 +21,7 @@ import torch
 
 from treeline_runtime.attention import AttentionBackend
 from treeline_runtime.models.lora import AdapterStep
+from treeline_runtime.scheduler.embeddings import StepMedia
 from treeline_runtime.scheduler.forward import DeviceTables, Forward
 from treeline_runtime.transfer import pinned, upload
 
@@ -202,15 +203,20 @@ class PromptGraphs:
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def hidden(
-        self, cells: npt.NDArray[np.int32], plan: Any, size: int, adapters: AdapterStep | None = None
+        self,
+        cells: npt.NDArray[np.int32],
+        plan: Any,
+        size: int,
+        adapters: AdapterStep | None = None,
+        media: StepMedia | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none, as with adapters.
-        The next step may overwrite the result."""
+        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none, as with adapters
+        and items. The next step may overwrite the result."""
         tokens = cells.shape[1]
         captured = self._captured.get(size)
         if captured is None:
             there = upload(cells, self._device)
-            return self._forward.hidden(there[0], there[1], plan, adapters=adapters)
+            return self._forward.hidden(there[0], there[1], plan, adapters=adapters, media=media)
         padded = self._cells(size)
         padded[:, :tokens] = cells
         captured.cells.copy_(pinned(padded, self._device), non_blocking=True)

@@ -14,6 +14,7 @@ from treeline_runtime.messages import BatchTokenOut, FromScheduler, HiddenStates
 from treeline_runtime.published import CacheUpdate, LoadUpdate, ToPublisher
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.embeddings import Encoded
 from treeline_runtime.scheduler.launched import Sampled
 from treeline_runtime.scheduler.step_times import StepTimes
 
@@ -37,6 +38,10 @@ class SchedulerStats:
     def __init__(self) -> None:
         self.total_prefill_tokens = 0
         self.total_prefill_busy_us = 0
+        self.total_encoder_queries = 0
+        self.total_encoder_hits = 0
+        self.total_encoded_tokens = 0
+        self.total_encoder_us = 0
         self.total_jumps = 0
         self.total_forced_tokens = 0
         self.prefill_tokens_per_s = 0.0
@@ -51,7 +56,12 @@ class SchedulerStats:
         self.step_times = StepTimes()
         self._prefilled = self._decoded = False
 
-    def on_prefill(self, tokens: int, seconds: float) -> None:
+    def on_prefill(self, tokens: int, seconds: float, encoded: Encoded | None = None) -> None:
+        if encoded is not None:
+            self.total_encoder_queries += encoded.needed
+            self.total_encoder_hits += encoded.kept
+            self.total_encoded_tokens += encoded.tokens
+            self.total_encoder_us += round(encoded.seconds() * 1e6)
         self.total_prefill_tokens += tokens
         self.total_prefill_busy_us += round(seconds * 1e6)
         if not self._prefilled:
@@ -95,6 +105,10 @@ class SchedulerStats:
         return {
             "total_prefill_uncached_tokens": self.total_prefill_tokens,
             "total_prefill_busy_us": self.total_prefill_busy_us,
+            "total_encoder_queries": self.total_encoder_queries,
+            "total_encoder_hits": self.total_encoder_hits,
+            "total_encoded_tokens": self.total_encoded_tokens,
+            "total_encoder_us": self.total_encoder_us,
             "total_jumps": self.total_jumps,
             "total_forced_tokens": self.total_forced_tokens,
             "total_drafts": self.total_drafts,
@@ -225,7 +239,8 @@ def token_out(req: Req, result: Sampled | None) -> TokenOut:
     if first and req.logprob_start_len >= 0:
         known = req.input_logprobs
         if req.logprob_start_len == 0:
-            known = [(None, req.tokens[0]), *known]
+            first_id = req.tokens[0] if req.media is None else req.media.shown(req.tokens)[0]
+            known = [(None, first_id), *known]
             extra["input_top_logprobs"] = [None, *req.input_top_logprobs]
         else:
             extra["input_top_logprobs"] = list(req.input_top_logprobs)

@@ -82,7 +82,7 @@ class Scheduler:
         limits = self.limits = resolve(config, model, group)
         self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
         self.cache = CacheManager(config, limits.num_pages, self.table)
-        self.prefill = PrefillManager(config, limits, self.cache, clock)
+        self.prefill = PrefillManager(config, limits, self.cache, clock, lambda one: self.executor.has_embeddings(one))
         self.stats = stats = SchedulerStats()
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth if config.jump_forward else None
@@ -97,9 +97,8 @@ class Scheduler:
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler
-        pooling = None if model.pooler is None else model.pooler.pooling
-        self.grammars = Grammars(config, model.config, transport.wake, used=not pooling)
-        self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
+        self.grammars = Grammars(config, model.config, transport.wake, used=model.pooler is None)
+        self._arrivals = Arrivals(config, limits.longest_request, model, processors)
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
         self._processed_at, self._prefills_in_a_row = 0.0, 0
@@ -242,7 +241,7 @@ class Scheduler:
 
     def _compute(self, batch: Batch) -> Launched:
         chain = 0 if self._speculation is None else self._speculation.wanted(batch.reqs)
-        plan = plan_of(batch, *self.table.news(), self.cache.slots.news, pools=self._pooler is not None, chain=chain)
+        plan = plan_of(batch, self.table.news(), self.cache.slots.news, pools=self._pooler is not None, chain=chain)
         if self.config.cache_audit:
             plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)
@@ -275,7 +274,7 @@ class Scheduler:
         seconds = now - max(started, self._processed_at)  # a step launched behind another begins when that one ends
         self._processed_at = now
         if batch.phase is Phase.PREFILL:
-            self.stats.on_prefill(batch.prompt_tokens, seconds)
+            self.stats.on_prefill(batch.prompt_tokens, seconds, launched.encoded)
         else:
             self.stats.on_decode(sum(batch.ends) - sum(batch.starts), results, seconds)
         for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):

@@ -12,7 +12,12 @@ import numpy as np
 from treeline_runtime.core import Batch, Phase
 from treeline_runtime.kvcache import Pages
 from treeline_runtime.sampling import needs_more
+from treeline_runtime.scheduler.media import media_plan
 from treeline_runtime.scheduler.plan import InputLogprobs, RowSampling, StepPlan, Writes
+
+
+News = tuple[Writes, Writes, dict[int, int]]
+"""Tokens, pages and deltas for the next plan; see `StepPlan`."""
 
 
 class TableManager:
@@ -26,16 +31,23 @@ class TableManager:
         self.pages = np.zeros((num_rows, -(-context_length // page_size)), dtype=np.int64)
         self._new_tokens: dict[int, tuple[int, list[int]]] = {}  # row → where they begin, tokens
         self._new_pages: list[tuple[int, int, int]] = []  # (row, start, end)
+        self._turned: set[int] = set()
+        """Rows with a delta."""
+        self._new_deltas: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def alloc(self, tokens: list[int]) -> int:
+    def alloc(self, tokens: list[int], delta: int = 0) -> int:
+        """delta: see `StepPlan.deltas`."""
         row = self._free.pop()
         self._is_free[row] = False
         self._new_tokens.pop(row, None)  # of who had it before
         self.write_tokens(row, 0, tokens)
+        if delta:
+            self._turned.add(row)
+            self._new_deltas[row] = delta
         return row
 
     def write_tokens(self, row: int, start: int, tokens: list[int]) -> None:
@@ -49,6 +61,9 @@ class TableManager:
         assert not self._is_free[row], f"row {row} is freed twice"
         self._is_free[row] = True
         self._free.append(row)
+        if row in self._turned:
+            self._turned.remove(row)
+            self._new_deltas[row] = 0
 
     def write_pages(self, row: int, start: int, pages: Pages) -> None:
         """Writes pages at index `start`: after the row's pages, or at 0 its first ones or replacements."""
@@ -56,7 +71,7 @@ class TableManager:
         self.pages[row, start:end] = pages
         self._new_pages.append((row, start, end))
 
-    def news(self) -> tuple[Writes, Writes]:
+    def news(self) -> News:
         """Returns the writes that no launch has got yet; pages as they are now."""
         tokens, pages = self._new_tokens, self._new_pages
         return (
@@ -72,6 +87,7 @@ class TableManager:
                 [end - start for _, start, end in pages],
                 np.concatenate([self.pages[row, start:end] for row, start, end in pages]).tolist(),
             ) if pages else NOTHING,
+            self._new_deltas,
         )  # fmt: skip
 
     def told(self) -> None:
@@ -80,6 +96,8 @@ class TableManager:
             self._new_tokens = {}
         if self._new_pages:
             self._new_pages = []
+        if self._new_deltas:
+            self._new_deltas = {}
 
 
 NOTHING = Writes()
@@ -92,12 +110,10 @@ def _input_logprobs(batch: Batch) -> Iterator[InputLogprobs]:
             yield InputLogprobs(i, low, high, req.top_logprobs_num)
 
 
-def plan_of(
-    batch: Batch, tokens: Writes, pages: Writes, slots: dict[int, str], *, pools: bool, chain: int = 0
-) -> StepPlan:
+def plan_of(batch: Batch, news: News, slots: dict[int, str], *, pools: bool, chain: int = 0) -> StepPlan:
     """slots, chain: see `StepPlan`. pools: the model makes vectors."""
     reqs, starts, ends = batch.reqs, batch.starts, batch.ends
-    sampling = batch.sampling
+    (tokens, pages, deltas), sampling = news, batch.sampling
     those = [
         (reqs[i], end)
         for i, samples in enumerate(batch.samples)
@@ -130,6 +146,8 @@ def plan_of(
         extra["input_logprobs"] = list(_input_logprobs(batch))
     if max(of_reqs := [req.slot for req in reqs]) >= 0:
         extra["adapters"] = of_reqs
+    if batch.has_items:
+        extra["media"] = media_plan(batch)
     if pools:
         extra["whole"] = [end == len(req.tokens) for req, end in zip(reqs, ends, strict=True)]
     return StepPlan(
@@ -140,6 +158,7 @@ def plan_of(
         tokens=tokens,
         pages=pages,
         slots=slots,
+        deltas=deltas,
         chain=chain,
         sampling=sampling,
         temperatures=temperatures,

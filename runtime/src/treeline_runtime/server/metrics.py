@@ -51,7 +51,15 @@ _LOADS: tuple[tuple[str, str, Callable[[LoadUpdate], float]], ...] = (
     ("lora_pool_slots_total", "Adapters that the device has room for.", lambda load: load.max_loras),
 )
 """The load of a data-parallel rank: with the label `dp_rank` where there are several."""
-_TOTALS: tuple[tuple[str, str, Callable[[LoadUpdate], int]], ...] = (
+_TOTALS: tuple[tuple[str, str, Callable[[LoadUpdate], float]], ...] = (
+    (
+        "encoder_cache_queries_total",
+        "Images and videos whose embeddings a step needed.",
+        lambda load: load.total_encoder_queries,
+    ),
+    ("encoder_cache_hits_total", "Those whose embeddings were kept.", lambda load: load.total_encoder_hits),
+    ("encoder_tokens_total", "Tokens of images and videos that were encoded.", lambda load: load.total_encoded_tokens),
+    ("encoder_seconds_total", "Seconds in which they were encoded.", lambda load: load.total_encoder_us / 1e6),
     (
         "num_jumps_total",
         "Times that a grammar allowed only one continuation, which was then not sampled.",

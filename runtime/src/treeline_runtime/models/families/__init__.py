@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeline_runtime.models.families import dense, gemma, moe
+from treeline_runtime.models.families import dense, gemma, moe, qwen_vl
 from treeline_runtime.models.families.base import Family
 
 __all__ = ["FAMILIES", "Family"]
@@ -22,5 +22,8 @@ FAMILIES: dict[str, Family] = {
         moe.QWEN2_MOE,
         moe.QWEN3_MOE,
         moe.GPT_OSS,
+        qwen_vl.QWEN2_5_VL,
+        qwen_vl.QWEN3_VL,
+        qwen_vl.QWEN3_VL_MOE,
     )
 }

@@ -39,3 +39,5 @@ class Family:
     """Whether transformers rotates part of a head if config.json says so."""
     rope: Callable[[Config, int], RopeConfig] = read_rope
     """config.json, max_position → the rope of layers without a window, or of all layers."""
+    unnested: Callable[[Config], Config] = lambda config: config
+    """config.json → the same with the decoder's settings at the top."""

@@ -15,9 +15,19 @@ from treeline_runtime.models.families.base import Config, Family
 from treeline_runtime.models.families.dense import window_on_all
 from treeline_runtime.models.model_config import ClampedGate, ModelConfig, MoeConfig, Scoring
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
-from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, positive, windows, words
+from treeline_runtime.models.settings import (
+    FULL,
+    SLIDING,
+    ModelError,
+    flag,
+    layer_types,
+    positive,
+    whole,
+    windows,
+    words,
+)
 
-_QWEN = words(
+QWEN = words(
     "decoder_sparse_step layer_types mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
     "num_experts_per_tok sliding_window use_sliding_window"
 )
@@ -38,7 +48,7 @@ def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
     return replace(
         common,
         qkv_bias=flag(config, "qkv_bias"),
-        moe=_qwen_moe(common, config, whole(config, "shared_expert_intermediate_size"), "num_experts"),
+        moe=qwen_moe(common, config, whole(config, "shared_expert_intermediate_size"), "num_experts"),
         scoring=Scoring(windows=windows(layer_types(config, pattern), size)),
     )
 
@@ -48,12 +58,12 @@ def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
     return replace(
         common,
         qk_norm=True,
-        moe=_qwen_moe(common, config, 0, "num_experts", "num_local_experts"),
+        moe=qwen_moe(common, config, 0, "num_experts", "num_local_experts"),
         scoring=window_on_all(common, {**config, "sliding_window": window}),
     )
 
 
-def _qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) -> MoeConfig:
+def qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) -> MoeConfig:
     experts, top_k = count_experts(config, *counts)
     return MoeConfig(
         num_experts=experts,
@@ -87,13 +97,6 @@ def count_experts(config: Mapping[str, Any], *keys: str) -> tuple[int, int]:
     return said[0], top_k
 
 
-def whole(config: Mapping[str, Any], key: str) -> int:
-    value = config[key]
-    if type(value) is not int or value < 1:
-        raise ModelError(f"config.json: {key} must be a whole number of at least 1, not {value!r}")
-    return value
-
-
 def _mixtral_rope(config: Config, max_position: int) -> RopeConfig:
     """A null base counts as missing."""
     theta = 1e6 if config.get("rope_theta") is None else config["rope_theta"]
@@ -113,7 +116,7 @@ QWEN2_MOE = Family(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     _qwen2,
-    reads=_QWEN | words("max_window_layers qkv_bias shared_expert_intermediate_size"),
+    reads=QWEN | words("max_window_layers qkv_bias shared_expert_intermediate_size"),
     defaults={
         "max_window_layers": 28,
         "num_experts_per_tok": 4,
@@ -127,7 +130,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     _qwen3,
-    reads=_QWEN | words("attention_bias num_local_experts"),
+    reads=QWEN | words("attention_bias num_local_experts"),
     defaults={"num_experts_per_tok": 8, "num_key_value_heads": 4, "sliding_window": 4096},
 )
 
