@@ -115,6 +115,7 @@ class ChatTemplate:
             tool_source=bundle.tool_template,
             pool=pool,
             inline_seconds=inline_seconds,
+            placeholders=None if bundle.media is None else bundle.media.placeholders,
         )
 
     @property

@@ -57,8 +57,8 @@ def bytes_of(url: str, where: str, *, bare: bool = False) -> bytes | None:
     if scheme.startswith(_REMOTE):
         return None
     if scheme.startswith("data:"):
-        head, _, text = url.partition(",")
-        if not head.lower().endswith(";base64"):
+        head, comma, text = url.partition(",")
+        if not (comma and head.lower().endswith(";base64")):
             raise PromptError(where, "must have its bytes in base64 (data:TYPE;base64,…)")
     elif bare:
         text = url
