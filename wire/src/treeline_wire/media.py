@@ -41,7 +41,9 @@ class MediaSpec(Struct, frozen=True):
 
 
 class Item(Struct, frozen=True):
-    """An item of a prompt: its kind, its identity (`item_digest`), and the number of its tokens."""
+    """An item of a prompt: its kind, its identity (`item_digest`), and the number of its tokens; in a picker, which
+    learns that from engines, 0 while it is unknown.
+    """
 
     kind: str
     digest: bytes
@@ -62,11 +64,15 @@ def digest_of(kind: str, content: bytes, processor: str) -> bytes:
     return made.digest()[:DIGEST_BYTES]
 
 
+def item_cycle(digest: bytes, count: int) -> list[int]:
+    """The ids that repeat over an item's tokens."""
+    number = int.from_bytes(digest, "big")
+    return [_COUNT | count, *(FIRST_ID | number >> 30 * (_WORDS - 1 - i) & _LOW for i in range(_WORDS))]
+
+
 def item_ids(digest: bytes, count: int) -> list[int]:
     """The ids of an item's `count` tokens."""
-    number = int.from_bytes(digest, "big")
-    words = [FIRST_ID | number >> 30 * (_WORDS - 1 - i) & _LOW for i in range(_WORDS)]
-    return list(itertools.islice(itertools.cycle([_COUNT | count, *words]), count))
+    return list(itertools.islice(itertools.cycle(item_cycle(digest, count)), count))
 
 
 def counts_in(ids: Sequence[int]) -> dict[bytes, int]:

@@ -6,9 +6,10 @@ Their caches of chats are shared between clients by `Shares`: a client with many
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from treeline_wire.dialects import ChatDialect
+from treeline_wire.media import Item
 from treeline_wire.prompt import Prompt
 
 K = TypeVar("K")
@@ -17,6 +18,13 @@ Owner = str | None
 """A client; None where clients are not told apart."""
 _FIRST_GUESS_BYTES_PER_TOKEN: Final = 4.0
 _LEARNING_RATE: Final = 0.05
+
+
+class Content(NamedTuple):
+    """The content of an image or the like in a request: its kind, and the SHA-256 of its bytes in base64."""
+
+    kind: str
+    sha256: bytes
 
 
 class Renderer(Protocol):
@@ -38,6 +46,10 @@ class Renderer(Protocol):
         """Return whether the parts of a message are written one after another, in their order."""
         ...
 
+    def item_text(self, content: Content) -> str | None:
+        """Return the text that is written for an item; None if there is none here."""
+        ...
+
     def inline_system(self, *, must_show: bool) -> bool:
         """Return whether a system message may stand in the middle of a chat; `must_show`: and is written."""
         ...
@@ -49,8 +61,12 @@ class Keyer(Protocol):
     @property
     def renderer(self) -> Renderer | None: ...
 
-    def key(self, prompt: Prompt) -> bytes | None:
-        """Return the key of a prompt; `None` if it has none here."""
+    def items(self, contents: Sequence[Content]) -> Sequence[Item]:
+        """Return the items of these contents, for `key`: those that its texts do not name."""
+        ...
+
+    def key(self, prompt: Prompt, items: Sequence[Item] = ()) -> bytes | None:
+        """Return the key of a prompt; `None` if it has none here. It ends with an item of an unknown count."""
         ...
 
     def estimate_tokens(self, key_bytes: int) -> int:

@@ -11,9 +11,10 @@ import msgspec
 from treeline_wire.chat import Admission, TooLargeError
 from treeline_wire.dialects import ChatDialect
 from treeline_wire.keys import escape
+from treeline_wire.media import Item
 from treeline_wire.prompt import Prompt, PromptError, TooDeep
 
-from treeline_epp.keyers.base import Owner, TokenLengths
+from treeline_epp.keyers.base import Content, Owner, TokenLengths
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 
 _BEFORE_MESSAGES: Final = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
@@ -37,7 +38,11 @@ class HistoryKeyer(TokenLengths):
         super().__init__()
         self.renderer = HistoryRenderer()
 
-    def key(self, prompt: Prompt) -> bytes:
+    def items(self, _contents: Sequence[Content]) -> Sequence[Item]:
+        """Return []: texts name them."""
+        return ()
+
+    def key(self, prompt: Prompt, _items: Sequence[Item] = ()) -> bytes:
         """Return the text itself; an id is an escape."""
         if prompt.ids is not None:
             return b"".join(map(escape, prompt.ids))
@@ -62,6 +67,10 @@ class HistoryRenderer:
     def takes_lists(self, _body: Mapping[str, Any], _dialect: ChatDialect) -> bool:
         """Return True: parts are written in their order."""
         return True
+
+    def item_text(self, content: Content) -> str:
+        """Return a name of its bytes."""
+        return f"<|{content.kind} {content.sha256.hex()}|>"
 
     def inline_system(self, *, must_show: bool) -> bool:
         """Return True: a system message is written like others."""

@@ -19,11 +19,13 @@ from treeline_wire.apis.conversion import takes_inline_system
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.keys import PrefixKeys
+from treeline_wire.media import Item, MediaSpec
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.keyers.base import Owner, Shares, TokenLengths
+from treeline_epp.keyers.base import Content, Owner, Shares, TokenLengths
+from treeline_epp.keyers.items import Items
 from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
 
@@ -35,6 +37,7 @@ _MIN_MESSAGES: Final = 16
 _SMALL_PART: Final = 0.4
 """Part of its time that a rendering may use for its bound to grow: 1.5 times the messages take at most 2.25 times as
 long, if time grows with their square."""
+_MARK: Final = "(an item)"
 _REMEMBERED: Final = 1024
 """Most chats with a bound below `MAX_MESSAGES` that are remembered, of all clients."""
 
@@ -74,9 +77,14 @@ def _text(message: Any) -> str | None:
 
 
 class BoundedRenderer:
-    """Renders the chats of one template. `clock` is CPU time, in seconds."""
+    """Renders the chats of one template. `media`: the items that it writes. `clock` is CPU time, in seconds."""
 
-    def __init__(self, template: ChatTemplate, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        clock: Callable[[], float] = time.thread_time,
+        media: MediaSpec | None = None,
+    ) -> None:
         self.bounds = Bounds()
         self._clock = clock
         self._template = template
@@ -84,6 +92,8 @@ class BoundedRenderer:
             for engine in ("vllm", "sglang"):
                 dialect_of(engine).takes_lists(template.source(with_tools))
         self._inline_system: dict[bool, bool] = {}
+        placeholders = {} if media is None else media.placeholders
+        self._item_texts = {kind: _item_text(template, kind, token) for kind, token in placeholders.items()}
 
     @property
     def joined(self) -> int:
@@ -112,6 +122,10 @@ class BoundedRenderer:
     def takes_lists(self, body: Mapping[str, Any], dialect: ChatDialect) -> bool:
         """Return whether the template of this request takes the parts of a message as a list."""
         return dialect.takes_lists(self._template.source(dialect.tools(body) is not None))
+
+    def item_text(self, content: Content) -> str | None:
+        """Return the text that the template writes for an item of this kind."""
+        return self._item_texts.get(content.kind)
 
     def inline_system(self, *, must_show: bool) -> bool:
         """Return whether the template takes a system message in the middle of a chat; `must_show`: and prints it."""
@@ -146,11 +160,24 @@ class BoundedRenderer:
         return prompt
 
 
+def _item_text(template: ChatTemplate, kind: str, placeholder: str) -> str | None:
+    """Return the text that a template writes for an item, in any place: None if it writes another one for a second."""
+    parts = [{"type": "text", "text": _MARK}, {"type": kind}] * 2 + [{"type": "text", "text": _MARK}]
+    try:
+        text = template.render([{"role": "user", "content": parts}], add_generation_prompt=False)
+    except (TemplateError, NeedsWorkerError):
+        return None
+    _, *between, _ = text.split(_MARK) if _MARK in text else ("", "")
+    alike = len(between) == 2 and between[0] == between[1] and between[0].count(placeholder) == 1
+    return between[0] if alike else None
+
+
 class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
     `keys` is `None` if the tokenizer loses text (`problem` says how): requests are then routed by history. `renderer`
-    is `None` then, or without a chat template. Making a keyer blocks: for seconds, if the tokenizer is large.
+    is `None` then, or without a chat template; `media` are the items of a model that takes images. Making a keyer
+    blocks: for seconds, if the tokenizer is large.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -158,12 +185,15 @@ class PromptKeyer(TokenLengths):
         self.fingerprint = bundle.fingerprint
         self.problem: str | None = None
         self.keys: PrefixKeys | None = None
+        self.media: Items | None = None
         self.renderer: BoundedRenderer | None = None
         try:
             self.keys = proven_keys(bundle.tokenizer_json)
         except ValueError as error:
             self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
             return
+        if bundle.media is not None:
+            self.media = Items(self.keys, bundle.media)
         long_run("é")  # makes its tables now, so that no request waits for them
         try:
             template = LearntTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)
@@ -177,8 +207,15 @@ class PromptKeyer(TokenLengths):
                 f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: its chat template is not a "
                 f"plain one ({template.not_inline}), and is not rendered here"
             )
-        self.renderer = BoundedRenderer(template)
+        self.renderer = BoundedRenderer(template, media=bundle.media)
 
-    def key(self, prompt: Prompt) -> bytes | None:
-        """Return the key of a prompt; `None` without keys."""
-        return None if self.keys is None else self.keys.prompt_key_of(prompt)
+    def items(self, contents: Sequence[Content]) -> Sequence[Item]:
+        """Return the items of these contents; those of an unknown count have none."""
+        return () if self.media is None else self.media.named(contents)
+
+    def key(self, prompt: Prompt, items: Sequence[Item] = ()) -> bytes | None:
+        """Return the key of a prompt, which ends with an item of an unknown count; `None` without keys."""
+        if self.keys is None:
+            return None
+        key = self.keys.prompt_key_of(prompt)
+        return self.media.with_items(key, items) if items and self.media is not None else key

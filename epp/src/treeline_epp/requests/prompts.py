@@ -1,8 +1,8 @@
 """The prefix key of a request's prompt, in bounded time.
 
 A long chat is bounded by rendering only its first messages, as a chat to be continued: the template writes the same
-text for them in the whole chat. A key also ends before the first part without text: an image, or a message that only
-the engine knows.
+text for them in the whole chat. A key also ends before the first part without text: a message that only the engine
+knows, or an image, if it is not in the request itself or the model's template has no place for it.
 
 `Door` lists the paths that take a prompt. An engine turns the requests of its other chat APIs into chat completions and
 renders those; so do we, by its own rules (wire's `apis`), before anything is rendered.
@@ -11,7 +11,7 @@ renders those; so do we, by its own rules (wire's `apis`), before anything is re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -22,13 +22,16 @@ from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
-from treeline_epp.keyers.base import Keyer, Renderer
+from treeline_epp.keyers.base import Content, Keyer, Renderer
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
+from treeline_epp.requests.content import content_of, contents_of
 from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.outline import Summary
 
 CHARS_PER_TOKEN: Final = 4
 """A rough estimate, for requests without a better one."""
+ITEM_TOKENS: Final = 1024
+"""An estimate for an image whose count is unknown."""
 KEY_COST: Final = 192 * 1024
 """Most characters of a prompt that are normalized and scanned; others than ASCII count several times, by their work."""
 _NOT_ASCII: Final = 7
@@ -63,19 +66,24 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
         tokens = sum(_tokens(prompt, keyer) for prompt in prompts)
     if tokens is not None and summary.cut is not None:
         tokens = tokens * summary.cut_bytes // summary.cut_read
-    return keyed(prompts[0], keyer, tokens)
+    images = body.get("image_data")
+    return keyed(prompts[0], keyer, tokens, () if images is None else contents_of(images))
 
 
-def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
-    """Return the key of a prompt, or of its beginning. `tokens` of the whole request, if that has more."""
+def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, contents: Sequence[Content] = ()) -> KeyedPrompt:
+    """Return the key of a prompt with these contents, or of its beginning. `tokens` of the whole request without the
+    contents, if that has more.
+    """
     bounded = _bounded(prompt)
-    key = keyer.key(bounded)
+    items = keyer.items(contents) if contents else ()
+    key = keyer.key(bounded, items)
+    of_items = sum(item.count or ITEM_TOKENS for item in items)
     if key is None:
-        return KeyedPrompt(None, tokens or _tokens(prompt, keyer))
-    in_key = len(prompt.ids) if prompt.ids is not None else keyer.estimate_tokens(len(key))
-    if bounded is prompt and tokens is None:
+        return KeyedPrompt(None, (tokens or _tokens(prompt, keyer)) + of_items)
+    in_key = len(prompt.ids) if prompt.ids is not None and not items else keyer.estimate_tokens(len(key))
+    if bounded is prompt and tokens is None and all(item.count for item in items):
         return KeyedPrompt(key, in_key)
-    return KeyedPrompt(key, max(in_key, tokens or _tokens(prompt, keyer)), in_key)
+    return KeyedPrompt(key, max(in_key, (tokens or _tokens(prompt, keyer)) + of_items), in_key)
 
 
 def _bounded(prompt: Prompt) -> Prompt:
@@ -187,7 +195,8 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: 
     if keyer is None or keyer.renderer is None or summary.left_out & _READ or not _few(summary.members):
         return rough
     try:
-        found = _Chat(summary, keyer.renderer, door, engine, cache.client).prompt()
+        reading = _Chat(summary, keyer.renderer, door, engine, cache.client)
+        found = reading.prompt()
     except TooDeep:
         raise
     except (PromptError, TemplateError):
@@ -195,11 +204,11 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: 
     if found is None:
         return rough
     prompt, whole = found
-    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size))
+    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size), reading.contents)
 
 
 class _Chat:
-    """The conversion of one chat to a prompt."""
+    """The conversion of one chat to a prompt. `contents` are those of its items, in order."""
 
     def __init__(self, summary: Summary, renderer: Renderer, door: Door, engine: str, client: str | None) -> None:
         self._client = client
@@ -211,6 +220,7 @@ class _Chat:
         self._name = next((name for name in door.prompt if name in summary.members), door.prompt[0])
         ids = summary.members.get("input_ids") if engine == "sglang" and door.convert is None else None
         self._ids: list[Any] | None = ids if isinstance(ids, list) else None
+        self.contents: list[Content] = []
 
     def prompt(self) -> tuple[Prompt, bool] | None:
         """Return the prompt, and whether it is complete."""
@@ -225,7 +235,8 @@ class _Chat:
         conversation = self._converted(value)
         messages, known = self._known(conversation)
         if known and conversation.complete and len(messages) <= self._renderer.most(messages, self._client):
-            whole = self._renderer.whole(conversation.body, self._dialect, self._client)
+            body = {**conversation.body, "messages": messages}
+            whole = self._renderer.whole(body, self._dialect, self._client)
             if whole is not None:
                 return whole, True
             found = self._beginning(conversation.body, messages[: len(messages) // 4], tries=1)
@@ -240,25 +251,45 @@ class _Chat:
         return self._door.convert(members, items_of(value, self._name), self._context)
 
     def _known(self, conversation: Conversation) -> tuple[list[Any], bool]:
-        """Return the messages before the first part without text, with the beginning of its message if the template
-        writes parts in their order, or before the message whose calls have too many values; and whether those are all.
+        """Return the messages with texts for their items, and whether those are all: else they end before the first
+        part without text, with the beginning of its message if the template writes parts in their order, or before the
+        message whose calls have too many values.
         """
         messages = conversation.body["messages"]
         if not isinstance(messages, list):
             raise PromptError("messages", "must be a list")
+        self.contents = []
+        shown: list[Any] = []
         room = MAX_CALL_VALUES
-        for i, message in enumerate(messages):
+        for message in messages:
             room -= _call_values(message)
             if room < 0:
-                return messages[:i], False
+                return shown, False
             content = message.get("content") if isinstance(message, dict) else None
-            parts = content if isinstance(content, list) else []
-            for j, part in enumerate(parts):
-                if isinstance(part, dict) and (part.get("type") in _MEDIA or any(name in part for name in _MEDIA)):
-                    before = parts[:j]
-                    ordered = before and self._renderer.takes_lists(conversation.body, self._dialect)
-                    return [*messages[:i], *([{**message, "content": before}] if ordered else ())], False
-        return messages, True
+            if not isinstance(content, list) or not any(map(_is_item, content)):
+                shown.append(message)
+                continue
+            ordered = self._renderer.takes_lists(conversation.body, self._dialect)
+            parts = self._with_texts(content) if ordered else []
+            if parts:
+                shown.append({**message, "content": parts})
+            if len(parts) < len(content):
+                return shown, False
+        return shown, True
+
+    def _with_texts(self, parts: list[Any]) -> list[Any]:
+        """Return a message's parts, with texts for its items, up to the first item without."""
+        shown = []
+        for part in parts:
+            if _is_item(part):
+                content = content_of(part)
+                text = None if content is None else self._renderer.item_text(content)
+                if content is None or text is None:
+                    break
+                self.contents.append(content)
+                part = {"type": "text", "text": text}
+            shown.append(part)
+        return shown
 
     def _of_cut(self, value: Any) -> Prompt | None:
         """Render the known messages of a cut chat: with the beginning of the last one, or else up to it."""
@@ -295,6 +326,10 @@ class _Chat:
                 return prompt
             most = len(some) // 4
         return None
+
+
+def _is_item(part: Any) -> bool:
+    return isinstance(part, dict) and (part.get("type") in _MEDIA or any(name in part for name in _MEDIA))
 
 
 def _brings_a_template(body: Mapping[str, Any]) -> bool:
