@@ -106,7 +106,7 @@ class ItemEvents:
         if held is not None:
             event = _joined(held, event)
         starts = _starts(event)
-        if not starts:
+        if not starts or len(event.token_ids) != len(event.block_hashes) * event.block_size:
             return event
         tokens, pads = list(event.token_ids), self._items.placeholder_ids
         for start, digest in starts.items():

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from treeline_epp.keyers.base import Content
+from treeline_epp.keyers.base import Content, Keyer
 from treeline_epp.requests.body import Body, Edit
 from treeline_epp.requests.outline import Found, Outline
 
@@ -68,15 +68,15 @@ def content_of(part: dict[str, Any]) -> Content | None:
 
 
 def contents_of(image_data: Any) -> list[Content]:
-    """Return the contents of the native API's images, up to the first that is not in the request; of a list for each
-    prompt, those of the first.
+    """Return the contents of the native API's images, up to the first that is not in the request, which has no kind; of
+    a list for each prompt, those of the first.
     """
     images = image_data if isinstance(image_data, list) else [image_data]
     images = images[0] if images and isinstance(images[0], list) else images
     found: list[Content] = []
     for image in images:
         if not isinstance(image, str) or image.startswith(("http:", "https:", "file:")):
-            break
+            return [*found, Content("", b"")]
         found.append(_content("image", image.rpartition(";base64,")[2]))
     return found
 
@@ -87,13 +87,20 @@ def _content(kind: str, data: str) -> Content:
     return Content(kind, hashlib.sha256(data.encode("utf-8", "replace")).digest())
 
 
-def image_parts(body: bytes | Body, outline: Outline | None) -> Iterator[tuple[int, Content]]:
-    """Yield the image parts of a chat in their usual form: the place after the opening brace, and the content."""
+def uuids(body: bytes | Body, outline: Outline | None, keyer: Keyer) -> Iterator[Edit]:
+    """Yield edits that name the images of a chat by their digests: vLLM calls them by the part's `uuid` in its events.
+    Images in a part of an unusual form stay as they are, and a `uuid` of the client's wins.
+    """
+    for opening, sha256 in _image_parts(body, outline):
+        for item in keyer.items([Content("image", sha256)]):
+            yield Edit(opening, opening, b'"uuid":"%b",' % item.digest.hex().encode())
+
+
+def _image_parts(body: bytes | Body, outline: Outline | None) -> Iterator[tuple[int, bytes]]:
+    """Yield the places after the opening braces of image parts, and the hashes of their contents."""
     if isinstance(body, bytes):
         for found in _SMALL.finditer(body):
-            data = found.group(2).replace(b"\\", b"")
-            yield found.end(1), Content("image", hashlib.sha256(data).digest())
-    elif outline is not None:
-        for one in outline.contents:
-            if one.opening is not None:
-                yield one.opening, Content("image", one.sha256)
+            yield found.end(1), hashlib.sha256(found.group(2).replace(b"\\", b"")).digest()
+    else:
+        assert outline is not None, "a large body was read by its outline"
+        yield from ((one.opening, one.sha256) for one in outline.contents if one.opening is not None)

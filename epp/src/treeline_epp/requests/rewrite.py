@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,17 +33,20 @@ def to_send(
     members = {**(request.members or {}), **more}
     if isinstance(body, Body):
         assert outline is not None, "a large body was read by its outline"
-        return edited(body, outline, request.rewrite, members)
-    return edited(Body([body]), _outline(body), request.rewrite, members).joined()
+        return edited(body, outline, request.rewrite, members, request.edits)
+    return edited(Body([body]), _outline(body), request.rewrite, members, request.edits).joined()
 
 
-def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, Any]) -> Body:
-    """Return `body` with another model (unless None), and with exactly the values of `members` under their names.
+def edited(
+    body: Body, outline: Outline, model: str | None, members: Mapping[str, Any], further: Sequence[Edit] = ()
+) -> Body:
+    """Return `body` with another model (unless None), with exactly the values of `members` under their names, and with
+    `further` edits.
 
     Every occurrence is replaced, since decoders differ in which one counts. A missing member is added, unless its value
     is None; a missing model is not. O(pieces).
     """
-    edits = [] if model is None else _model_edits(body, outline, msgspec.json.encode(model))
+    edits = [*further, *([] if model is None else _model_edits(body, outline, msgspec.json.encode(model)))]
     added = b""
     for name, value in members.items():
         text = msgspec.json.encode(value)
