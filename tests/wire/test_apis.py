@@ -209,7 +209,10 @@ def test_a_system_message_among_the_others_moves_where_the_template_takes_it() -
     [
         ({"type": "document"}, "messages[0].content[0]"),
         ({"type": "tool_use", "name": "f", "input": {}}, "messages[0].content[0].id"),
-        ({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document"}]}, "messages[0].content[0].content"),
+        (
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document"}]},
+            "messages[0].content[0].content",
+        ),
     ],
 )
 def test_unsupported_blocks_are_named(block: Any, param: str) -> None:

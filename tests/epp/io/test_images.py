@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cpu import reference_s
-from support.vision import TEMPLATE, WRITTEN, bundle, ids_of, image_part, item, picture, rendered, url
+from support.vision import PAD, TEMPLATE, WRITTEN, bundle, ids_of, image_part, item, picture, rendered, url
 from treeline_epp.keyers import prompt_keyer
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.picking.request import Request
@@ -172,16 +172,38 @@ def test_a_key_ends_before_what_is_unknown(part: dict[str, Any]) -> None:
     assert key.endswith(b"and ")
 
 
-def test_models_without_images_and_templates_of_texts_are_keyed_up_to_the_first() -> None:
-    plain = TokenizerBundle.build(bundle().tokenizer_json, chat_template=TEMPLATE)
-    texts = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    for made in (plain, bundle(texts)):
-        registry, _ = served(made=made)
-        first = routed(registry, {"messages": [user("see "), user(image_part(picture(1)))]})
-        other = routed(registry, {"messages": [user("see "), user(image_part(picture(2)))]})
-        assert first.key == other.key
-        assert first.key is not None
-        assert first.key.endswith(b"see ")
+def test_models_without_images_are_keyed_up_to_the_first() -> None:
+    registry, _ = served(made=TokenizerBundle.build(bundle().tokenizer_json, chat_template=TEMPLATE))
+    first, other = (
+        routed(registry, {"messages": [user("see "), user(image_part(picture(seed)))]}).key for seed in (1, 2)
+    )
+    assert first == other
+    assert first is not None
+    assert first.endswith(b"see ")
+
+
+def test_templates_of_texts_have_a_placeholder_among_them() -> None:
+    registry, keyer = served(made=bundle("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"))
+    learnt(keyer, picture(1))
+    found = routed(registry, {"messages": [user("see", image_part(picture(1)), "?")]})
+    assert found.key == KEYS.block_key(ids_of(f"user:see\n{PAD}\n?;", [item(picture(1), COUNT)]))
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_every_api_has_the_key_of_the_chat(large: bool) -> None:
+    registry, keyer = served()
+    data = picture(1, 3000)
+    learnt(keyer, data)
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+    said = {"type": "input_text", "text": "see "}
+    shown = {"type": "input_image", "detail": "auto", "image_url": url(data)}
+    expected = KEYS.block_key(ids_of(rendered([user("see ", WRITTEN)]), [item(data, COUNT)]))
+    for path, body in (
+        (CHAT, {"messages": [user("see ", image_part(data))]}),
+        ("/v1/messages", {"messages": [user("see ", {"type": "image", "source": source})], "max_tokens": 5}),
+        ("/v1/responses", {"input": [{"type": "message", "role": "user", "content": [said, shown]}]}),
+    ):
+        assert routed(registry, body, path, large=large).key == expected, path
 
 
 def test_short_and_long_spellings_are_one_image() -> None:

@@ -46,8 +46,8 @@ class Renderer(Protocol):
         """Return whether the parts of a message are written one after another, in their order."""
         ...
 
-    def item_text(self, content: Content) -> str | None:
-        """Return the text that is written for an item; None if there is none here."""
+    def shows(self, kind: str) -> bool:
+        """Return whether prompts name items of this kind, an image or the like."""
         ...
 
     def inline_system(self, *, must_show: bool) -> bool:

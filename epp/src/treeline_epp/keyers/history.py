@@ -68,9 +68,9 @@ class HistoryRenderer:
         """Return True: parts are written in their order."""
         return True
 
-    def item_text(self, content: Content) -> str:
-        """Return a name of its bytes."""
-        return f"<|{content.kind} {content.sha256.hex()}|>"
+    def shows(self, _kind: str) -> bool:
+        """Return True: items are written like other parts."""
+        return True
 
     def inline_system(self, *, must_show: bool) -> bool:
         """Return True: a system message is written like others."""

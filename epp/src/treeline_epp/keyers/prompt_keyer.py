@@ -19,7 +19,7 @@ from treeline_wire.apis.conversion import takes_inline_system
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.keys import PrefixKeys
-from treeline_wire.media import Item, MediaSpec
+from treeline_wire.media import Item
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
@@ -37,7 +37,6 @@ _MIN_MESSAGES: Final = 16
 _SMALL_PART: Final = 0.4
 """Part of its time that a rendering may use for its bound to grow: 1.5 times the messages take at most 2.25 times as
 long, if time grows with their square."""
-_MARK: Final = "(an item)"
 _REMEMBERED: Final = 1024
 """Most chats with a bound below `MAX_MESSAGES` that are remembered, of all clients."""
 
@@ -77,14 +76,9 @@ def _text(message: Any) -> str | None:
 
 
 class BoundedRenderer:
-    """Renders the chats of one template. `media`: the items that it writes. `clock` is CPU time, in seconds."""
+    """Renders the chats of one template. `clock` is CPU time, in seconds."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        clock: Callable[[], float] = time.thread_time,
-        media: MediaSpec | None = None,
-    ) -> None:
+    def __init__(self, template: ChatTemplate, clock: Callable[[], float] = time.thread_time) -> None:
         self.bounds = Bounds()
         self._clock = clock
         self._template = template
@@ -92,8 +86,6 @@ class BoundedRenderer:
             for engine in ("vllm", "sglang"):
                 dialect_of(engine).takes_lists(template.source(with_tools))
         self._inline_system: dict[bool, bool] = {}
-        placeholders = {} if media is None else media.placeholders
-        self._item_texts = {kind: _item_text(template, kind, token) for kind, token in placeholders.items()}
 
     @property
     def joined(self) -> int:
@@ -123,9 +115,9 @@ class BoundedRenderer:
         """Return whether the template of this request takes the parts of a message as a list."""
         return dialect.takes_lists(self._template.source(dialect.tools(body) is not None))
 
-    def item_text(self, content: Content) -> str | None:
-        """Return the text that the template writes for an item of this kind."""
-        return self._item_texts.get(content.kind)
+    def shows(self, kind: str) -> bool:
+        """Return whether the model reads items of this kind."""
+        return kind in self._template.placeholders
 
     def inline_system(self, *, must_show: bool) -> bool:
         """Return whether the template takes a system message in the middle of a chat; `must_show`: and prints it."""
@@ -158,18 +150,6 @@ class BoundedRenderer:
         if may_grow and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
             self.bounds.keep(messages, most * 3 // 2, client)
         return prompt
-
-
-def _item_text(template: ChatTemplate, kind: str, placeholder: str) -> str | None:
-    """Return the text that a template writes for an item, in any place: None if it writes another one for a second."""
-    parts = [{"type": "text", "text": _MARK}, {"type": kind}] * 2 + [{"type": "text", "text": _MARK}]
-    try:
-        text = template.render([{"role": "user", "content": parts}], add_generation_prompt=False)
-    except (TemplateError, NeedsWorkerError):
-        return None
-    _, *between, _ = text.split(_MARK) if _MARK in text else ("", "")
-    alike = len(between) == 2 and between[0] == between[1] and between[0].count(placeholder) == 1
-    return between[0] if alike else None
 
 
 class PromptKeyer(TokenLengths):
@@ -207,7 +187,7 @@ class PromptKeyer(TokenLengths):
                 f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: its chat template is not a "
                 f"plain one ({template.not_inline}), and is not rendered here"
             )
-        self.renderer = BoundedRenderer(template, media=bundle.media)
+        self.renderer = BoundedRenderer(template)
 
     def items(self, contents: Sequence[Content]) -> Sequence[Item]:
         """Return the items of these contents; those of an unknown count have none."""

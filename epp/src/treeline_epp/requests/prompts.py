@@ -24,7 +24,7 @@ from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_complet
 
 from treeline_epp.keyers.base import Content, Keyer, Renderer
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
-from treeline_epp.requests.content import content_of, contents_of
+from treeline_epp.requests.content import content_of, contents_of, stand_in
 from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.outline import Summary
 
@@ -251,9 +251,9 @@ class _Chat:
         return self._door.convert(members, items_of(value, self._name), self._context)
 
     def _known(self, conversation: Conversation) -> tuple[list[Any], bool]:
-        """Return the messages with texts for their items, and whether those are all: else they end before the first
-        part without text, with the beginning of its message if the template writes parts in their order, or before the
-        message whose calls have too many values.
+        """Return the messages, and whether those are all: else they end before the first item that is unknown, with the
+        beginning of its message if the template writes parts in their order, or before the message whose calls have too
+        many values.
         """
         messages = conversation.body["messages"]
         if not isinstance(messages, list):
@@ -269,25 +269,25 @@ class _Chat:
             if not isinstance(content, list) or not any(map(_is_item, content)):
                 shown.append(message)
                 continue
-            ordered = self._renderer.takes_lists(conversation.body, self._dialect)
-            parts = self._with_texts(content) if ordered else []
-            if parts:
+            parts = self._known_parts(content)
+            if len(parts) == len(content):
                 shown.append({**message, "content": parts})
-            if len(parts) < len(content):
-                return shown, False
+                continue
+            if parts and self._renderer.takes_lists(conversation.body, self._dialect):
+                shown.append({**message, "content": parts})
+            return shown, False
         return shown, True
 
-    def _with_texts(self, parts: list[Any]) -> list[Any]:
-        """Return a message's parts, with texts for its items, up to the first item without."""
+    def _known_parts(self, parts: list[Any]) -> list[Any]:
+        """Return a message's parts up to the first item that is unknown, with stand-ins for the others' contents."""
         shown = []
         for part in parts:
             if _is_item(part):
                 content = content_of(part)
-                text = None if content is None else self._renderer.item_text(content)
-                if content is None or text is None:
+                if content is None or not self._renderer.shows(content.kind):
                     break
                 self.contents.append(content)
-                part = {"type": "text", "text": text}
+                part = stand_in(content)
             shown.append(part)
         return shown
 
