@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import random
 from typing import Any
 
 from tokenizers import AddedToken
+from treeline_epp.keyers.items import Content
 from treeline_wire.media import Item, MediaSpec, item_digest, with_items
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -51,6 +53,10 @@ def image_part(data: bytes) -> dict[str, Any]:
 
 def item(data: bytes, count: int) -> Item:
     return Item("image", item_digest("image", data, PROCESSOR), count)
+
+
+def content(data: bytes) -> Content:
+    return Content("image", hashlib.sha256(base64.b64encode(data)).digest())
 
 
 def ids_of(text: str, items: list[Item]) -> list[int]:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import cast
 
-from msgspec import structs
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
-from treeline_epp.keyers.items import ItemEvents, Items
+from treeline_epp.keyers.items import Content, Items
+from treeline_epp.kvevents.item_events import ItemEvents
 from treeline_epp.kvevents.reading import answer_of
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.peers.gossip import Gossip, Outgoing
@@ -30,7 +30,7 @@ from treeline_wire.load import TreelineLoad
 from treeline_wire.media import MediaSpec
 
 from treeline_sim.model.images import PAD, PicturedText
-from treeline_sim.model.text import Text, token_bytes
+from treeline_sim.model.text import token_bytes
 from treeline_sim.routers import Answer, Asks, NoRoute, Others, Route, Router, TraceRequest
 from treeline_sim.simulation import Sharing
 
@@ -52,13 +52,16 @@ def check_policy(text: str) -> None:
 
 
 class _Keys:
-    """The part of `PrefixKeys` that index and images need: the bytes of each token, and the placeholder's key."""
+    """The part of `PrefixKeys` that index and images need: the bytes of each token; any text is the placeholder."""
 
     def __init__(self) -> None:
         self.token_bytes = token_bytes()
 
     def prompt_key(self, _text: str, _add_special_tokens: bool) -> bytes:
         return escape(PAD)
+
+    def block_key(self, ids: Sequence[int]) -> bytes:
+        return b"".join([self.token_bytes[i] for i in ids])
 
 
 class PickerCore(Router):
@@ -86,15 +89,18 @@ class PickerCore(Router):
             spec = EndpointSpec(name, address, models=(MODEL,), role=role, transfer=transfer)
             endpoint = self.picker.add_endpoint(spec)
             subscription = KvSubscription(self.picker.index, endpoint.pod, keys)
-            subscription.applied.reader = ItemEvents(self._items)
+            subscription.applied.reader = ItemEvents(self._items, name)
             self.subscriptions.append(subscription)
 
     def route(self, request: TraceRequest, now: float) -> Route:
         """Pick and reserve an endpoint, or two."""
+        prompt, placed = request.prompt, None
+        if isinstance(prompt, PicturedText):
+            placed = self._items.placed(prompt.key, [Content("image", image.sha256) for _, image in prompt.images])
         asked = PickRequest(
             str(next(self._ids)),
             model=MODEL,
-            key=self._key(request.prompt),
+            key=prompt.key if placed is None else placed.key,
             prompt_tokens_estimate=request.prompt.tokens,
             max_output_tokens=request.output_tokens,
             apart=True,
@@ -103,16 +109,11 @@ class PickerCore(Router):
             lease = self.picker.reserve(self.picker.pick(asked, now), now)
         except (NoEndpoints, Saturated) as refusal:
             raise NoRoute(str(refusal)) from None
+        if placed is not None:
+            self._items.expect(placed.expected, lease.endpoint.spec.name, now)
         decision, source = lease.decision, lease.decision.source
         number = -1 if source is None else self._numbers[source.name]
         return Route(self._numbers[decision.endpoint.name], lease, decision.form, number)
-
-    def _key(self, prompt: Text) -> bytes:
-        """Return a prompt's key, up to the first image of an unknown count."""
-        if not isinstance(prompt, PicturedText):
-            return prompt.key
-        known = [structs.replace(item, count=self._items.count(item.digest) or 0) for item in prompt.items]
-        return self._items.with_items(prompt.key, known)
 
     def on_prefilled(self, ticket: object, took_s: float | None, now: float) -> None:
         """End the lease's part at the endpoint that computed the prompt."""

@@ -20,7 +20,6 @@ from treeline_epp.requests.content import hash_contents
 from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
-from treeline_epp.requests.rewrite import to_send
 from treeline_wire.keys import PrefixKeys
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -242,29 +241,6 @@ def test_the_native_api_names_images_beside_the_text(large: bool) -> None:
     assert routed(registry, {"input_ids": ids, "image_data": None}, "/generate", large=large).key == KEYS.block_key(ids)
     remote = routed(registry, {"text": prompt, "image_data": "https://a/b.png"}, "/generate", large=large).key
     assert remote == KEYS.prompt_key("see <|vision_start|>", False), "it is not in the request"
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_vllm_is_told_the_names_of_images(large: bool) -> None:
-    registry, _ = served("vllm")
-    one, other = picture(1, 3000), picture(2, 3000)
-    owned = {"uuid": "mine", **image_part(one)}
-    messages = [user(image_part(one), "a", image_part(other), owned, REMOTE)]
-    body = json.dumps({"model": "vl", "messages": messages}).encode()
-    sent, outline = outlined(body) if large else (body, None)
-    request = parse(RouteRequest({":path": CHAT, ":method": "POST"}, sent, None), registry, outline=outline)
-    assert isinstance(request, Request)
-    changed = to_send(sent, outline, request)
-    assert changed is not None
-    read = json.loads(changed.joined() if isinstance(changed, Body) else changed)
-    first, _, second, third, remote = read["messages"][0]["content"]
-    assert first == {"uuid": item(one, COUNT).digest.hex(), **image_part(one)}
-    assert second == {"uuid": item(other, COUNT).digest.hex(), **image_part(other)}
-    assert third == owned
-    assert remote == REMOTE
-    more = {"messages": messages, "mm_processor_kwargs": {"min_pixels": 4}}
-    assert routed(registry, more, large=large).edits == ()
-    assert routed(served("sglang")[0], {"messages": messages}, large=large).edits == ()
 
 
 def test_texts_that_look_like_images_stay_texts() -> None:

@@ -8,8 +8,8 @@ those bytes, so
 
 holds although only the left side tokenizes. Three things need care. The normalizer (Unicode forms, a leading space)
 applies to each stretch between added tokens, as in the library. Special and added tokens are escapes: 0xFF, which UTF-8
-never contains, and their id; one scan finds them in text. The ids of an image are escapes, too: `with_item_keys` puts
-them in the place of its placeholder. Tokens that the post-processor adds (BOS) are a constant.
+never contains, and their id; one scan finds them in text. The ids of an image are escapes, too, in the place of its
+placeholder's (`split_at`, `item_key`). Tokens that the post-processor adds (BOS) are a constant.
 Tokenizers that lose text (unknown tokens, dropped white space) cannot keep the property, and fail `self_test`.
 """
 
@@ -28,18 +28,17 @@ from . import keys_selftest
 from .added_tokens import AddedToken, AddedTokens, PlainScan, TextSegment, any_of
 from .keys_selftest import KeySelfTestError
 from .library_errors import LibraryError, library_errors
-from .media import Item, item_cycle
+from .media import item_cycle
 from .normalization import check_growth, compile_normalizer, flatten, space_mark
 from .prompt import Prompt
 from .tokenizer import BundleError, TokenizerBundle
 
-__all__ = ["KeySelfTestError", "PrefixKeys", "escape", "item_key", "with_item_keys"]
+__all__ = ["KeySelfTestError", "PrefixKeys", "escape", "item_key", "split_at"]
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _ESCAPE: Final = struct.Struct(">BI")
 _ESCAPED: Final = re.compile(rb"\xff.{4}", re.DOTALL)
-MAX_ITEM_BYTES: Final = 1 << 20
-"""Most bytes of all items of a key: some 200,000 tokens."""
+ESCAPE_BYTES: Final = _ESCAPE.size
 
 
 def escape(token_id: int) -> bytes:
@@ -47,38 +46,29 @@ def escape(token_id: int) -> bytes:
     return _ESCAPE.pack(0xFF, token_id)
 
 
-def item_key(item: Item) -> bytes:
+def item_key(digest: bytes, count: int) -> bytes:
     """Returns the key of an item's ids, as `block_key(item_ids(...))` would be. O(count) at memory speed.
 
-    If its count is unknown: a key of its digest that is the beginning of no key of ids.
+    If its count is unknown (0): a key of its digest that is the beginning of no key of ids.
     """
-    cycle = b"".join(map(escape, item_cycle(item.digest, item.count)))
-    size = item.count * _ESCAPE.size
+    cycle = b"".join(map(escape, item_cycle(digest, count)))
+    size = count * ESCAPE_BYTES
     return (cycle * (size // len(cycle) + 1))[: size or len(cycle)]
 
 
-def with_item_keys(key: bytes, placeholders: Mapping[bytes, str], items: Sequence[Item]) -> bytes:
-    """Returns the key of a text with items: the i-th escape of `placeholders`, which have their kinds, becomes the i-th
-    item of its kind. The key ends with an item of an unknown count, and before a placeholder without an item, or with
-    one that is too large. O(bytes of the result) at memory speed.
-    """
-    waiting = {kind: [item for item in items if item.kind == kind] for kind in placeholders.values()}
-    parts: list[bytes] = []
-    at, room = 0, MAX_ITEM_BYTES
+def split_at(key: bytes, placeholders: Mapping[bytes, str]) -> tuple[list[bytes], list[str]]:
+    """Returns the keys of the texts between a text's placeholders, one more than there are of these, and the kinds of
+    those. `placeholders`: kinds by escape. O(bytes)."""
+    texts: list[bytes] = []
+    kinds: list[str] = []
+    at = 0
     for found in _ESCAPED.finditer(key):
         kind = placeholders.get(found.group())
-        if kind is None:
-            continue
-        parts.append(key[at : found.start()])
-        at = found.end()
-        item = waiting[kind].pop(0) if waiting[kind] else None
-        if item is None or item.count * _ESCAPE.size > room:
-            return b"".join(parts)
-        parts.append(item_key(item))
-        room -= len(parts[-1])
-        if not item.count:
-            return b"".join(parts)
-    return b"".join([*parts, key[at:]])
+        if kind is not None:
+            texts.append(key[at : found.start()])
+            kinds.append(kind)
+            at = found.end()
+    return [*texts, key[at:]], kinds
 
 
 class KeyTable(Struct, frozen=True):

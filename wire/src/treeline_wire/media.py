@@ -41,9 +41,7 @@ class MediaSpec(Struct, frozen=True):
 
 
 class Item(Struct, frozen=True):
-    """An item of a prompt: its kind, its identity (`item_digest`), and the number of its tokens; in a picker, which
-    learns that from engines, 0 while it is unknown.
-    """
+    """An item of a prompt: its kind, its identity (`item_digest`), and the number of its tokens."""
 
     kind: str
     digest: bytes

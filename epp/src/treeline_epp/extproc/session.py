@@ -251,7 +251,7 @@ class ExtProcSession:
             return state.refuse(self._refused(refusals.no_prefill()))
         parsed = result.decision.request
         # who asks again, and gets a closed lease, shows a body that was changed the first time, or another's
-        changed = not result.closed and (parsed.rewrite or parsed.edits or parsed.members is not None or result.members)
+        changed = not result.closed and (parsed.rewrite or parsed.members is not None or result.members)
         sent = to_send(request.body, outline, parsed, result.members) if changed else None
         return state.answer(result.destination, sent, result.added)
 

@@ -6,11 +6,12 @@ Their caches of chats are shared between clients by `Shares`: a client with many
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from treeline_wire.dialects import ChatDialect
-from treeline_wire.media import Item
 from treeline_wire.prompt import Prompt
+
+from treeline_epp.keyers.items import Items
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -18,13 +19,6 @@ Owner = str | None
 """A client; None where clients are not told apart."""
 _FIRST_GUESS_BYTES_PER_TOKEN: Final = 4.0
 _LEARNING_RATE: Final = 0.05
-
-
-class Content(NamedTuple):
-    """The content of an image or the like in a request: its kind, and the SHA-256 of its bytes in base64."""
-
-    kind: str
-    sha256: bytes
 
 
 class Renderer(Protocol):
@@ -56,17 +50,18 @@ class Renderer(Protocol):
 
 
 class Keyer(Protocol):
-    """Turns requests into keys, and estimates tokens from keys. `renderer` makes prompts of chats, if they have any."""
+    """Turns requests into keys, and estimates tokens from keys. `renderer` makes prompts of chats, if they have any;
+    `media` puts images into keys, if the model reads any.
+    """
 
     @property
     def renderer(self) -> Renderer | None: ...
 
-    def items(self, contents: Sequence[Content]) -> Sequence[Item]:
-        """Return the items of these contents, for `key`: those that its texts do not name."""
-        ...
+    @property
+    def media(self) -> Items | None: ...
 
-    def key(self, prompt: Prompt, items: Sequence[Item] = ()) -> bytes | None:
-        """Return the key of a prompt; `None` if it has none here. It ends with an item of an unknown count."""
+    def key(self, prompt: Prompt) -> bytes | None:
+        """Return the key of a prompt; `None` if it has none here."""
         ...
 
     def estimate_tokens(self, key_bytes: int) -> int:

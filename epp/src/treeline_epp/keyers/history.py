@@ -11,10 +11,9 @@ import msgspec
 from treeline_wire.chat import Admission, TooLargeError
 from treeline_wire.dialects import ChatDialect
 from treeline_wire.keys import escape
-from treeline_wire.media import Item
 from treeline_wire.prompt import Prompt, PromptError, TooDeep
 
-from treeline_epp.keyers.base import Content, Owner, TokenLengths
+from treeline_epp.keyers.base import Owner, TokenLengths
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 
 _BEFORE_MESSAGES: Final = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
@@ -37,12 +36,9 @@ class HistoryKeyer(TokenLengths):
     def __init__(self) -> None:
         super().__init__()
         self.renderer = HistoryRenderer()
+        self.media = None  # its texts name images
 
-    def items(self, _contents: Sequence[Content]) -> Sequence[Item]:
-        """Return []: texts name them."""
-        return ()
-
-    def key(self, prompt: Prompt, _items: Sequence[Item] = ()) -> bytes:
+    def key(self, prompt: Prompt) -> bytes:
         """Return the text itself; an id is an escape."""
         if prompt.ids is not None:
             return b"".join(map(escape, prompt.ids))

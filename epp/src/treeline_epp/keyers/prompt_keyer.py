@@ -19,12 +19,11 @@ from treeline_wire.apis.conversion import takes_inline_system
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.keys import PrefixKeys
-from treeline_wire.media import Item
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.keyers.base import Content, Owner, Shares, TokenLengths
+from treeline_epp.keyers.base import Owner, Shares, TokenLengths
 from treeline_epp.keyers.items import Items
 from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
@@ -189,13 +188,6 @@ class PromptKeyer(TokenLengths):
             )
         self.renderer = BoundedRenderer(template)
 
-    def items(self, contents: Sequence[Content]) -> Sequence[Item]:
-        """Return the items of these contents; those of an unknown count have none."""
-        return () if self.media is None else self.media.named(contents)
-
-    def key(self, prompt: Prompt, items: Sequence[Item] = ()) -> bytes | None:
-        """Return the key of a prompt, which ends with an item of an unknown count; `None` without keys."""
-        if self.keys is None:
-            return None
-        key = self.keys.prompt_key_of(prompt)
-        return self.media.with_items(key, items) if items and self.media is not None else key
+    def key(self, prompt: Prompt) -> bytes | None:
+        """Return the key of a prompt; `None` without keys."""
+        return None if self.keys is None else self.keys.prompt_key_of(prompt)

@@ -17,7 +17,7 @@ from treeline_wire.keys import PrefixKeys
 from treeline_epp.index.index import Index
 from treeline_epp.index.limits import SLICE, weight
 from treeline_epp.index.pods import Pod
-from treeline_epp.keyers.items import ItemEvents
+from treeline_epp.kvevents.item_events import ItemEvents
 
 _REMEMBERED = 256
 """Remembered time stamps: they tell a repeated batch from one of a new process."""

@@ -9,7 +9,6 @@ from msgspec import Struct
 from treeline_wire.namespaces import with_adapter
 
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.requests.body import Edit
 
 
 class Request(Struct, frozen=True):
@@ -29,8 +28,8 @@ class Request(Struct, frozen=True):
 
     `client` is the client's name from the edge, None if unknown. `asked` is the model's name in the body, if a pool
     serves it; `rewrite` is its name in the pool, if that differs; `members` are members of the body to set to these
-    values, `edits` further changes of the body. `learn` is called with the bytes of a key and their true count of
-    tokens.
+    values. `learn` is called with the bytes of a key and their true count of tokens, `sent` with the name of an
+    endpoint that the request goes to, and the time.
     """
 
     request_id: str
@@ -54,8 +53,8 @@ class Request(Struct, frozen=True):
     asked: str | None = None
     rewrite: str | None = None
     members: Mapping[str, Any] | None = None
-    edits: tuple[Edit, ...] = ()
     learn: Callable[[int, int], None] | None = None
+    sent: Callable[[str, float], None] | None = None
 
     def namespace_at(self, spec: EndpointSpec) -> str | None:
         """Return its namespace at an endpoint, where its adapter may have other files than at others."""

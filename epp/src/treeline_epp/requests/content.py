@@ -11,17 +11,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from treeline_epp.keyers.base import Content, Keyer
+from treeline_epp.keyers.items import Content
 from treeline_epp.requests.body import Body, Edit
-from treeline_epp.requests.outline import Found, Outline
+from treeline_epp.requests.outline import Outline
 
 _URL: Final = re.compile(rb"data:[\w.+/;=\\-]{0,100};base64,")
 _MEMBER: Final = re.compile(rb'"(?:data|image_data)"\s*:\s*\[?\s*"\Z')
 _BASE64: Final = re.compile(rb"[A-Za-z0-9+/\\]{64}")
-_PART: Final = re.compile(rb'\{(?=\s*"type"\s*:\s*"image_url"\s*,\s*"image_url"\s*:\s*(?:\{\s*"url"\s*:\s*)?"\Z)')
-_SMALL: Final = re.compile(
-    rb'(\{)\s*"type"\s*:\s*"image_url"\s*,\s*"image_url"\s*:\s*(?:\{\s*"url"\s*:\s*)?"' + _URL.pattern + rb'([^"]*)"'
-)
 _STAND_IN: Final = re.compile("#([0-9a-f]{64})")
 _BEFORE, _AFTER = 128, 256
 _PIECES, _STRINGS = 4, 64
@@ -50,10 +46,7 @@ def hash_contents(body: Body, outline: Outline) -> Iterator[None]:
             made.update(bytes(piece).replace(b"\\", b"") if escaped else piece)
             if at % _PIECES == 0:
                 yield
-        part = _PART.search(before) if url is not None else None
-        opening = None if part is None else start - len(before) + part.end()
-        stand_in = b"#" + made.hexdigest().encode()
-        outline.contents.append(Found(Edit(begin, stop, stand_in), made.digest(), opening))
+        outline.contents.append(Edit(begin, stop, b"#" + made.hexdigest().encode()))
 
 
 def content_of(part: dict[str, Any]) -> Content | None:
@@ -91,22 +84,3 @@ def _content(kind: str, data: str) -> Content:
     if (known := _STAND_IN.fullmatch(data)) is not None:
         return Content(kind, bytes.fromhex(known[1]))
     return Content(kind, hashlib.sha256(data.encode("utf-8", "replace")).digest())
-
-
-def uuids(body: bytes | Body, outline: Outline | None, keyer: Keyer) -> Iterator[Edit]:
-    """Yield edits that name the images of a chat by their digests: vLLM calls them by the part's `uuid` in its events.
-    Images in a part of an unusual form stay as they are, and a `uuid` of the client's wins.
-    """
-    for opening, sha256 in _image_parts(body, outline):
-        for item in keyer.items([Content("image", sha256)]):
-            yield Edit(opening, opening, b'"uuid":"%b",' % item.digest.hex().encode())
-
-
-def _image_parts(body: bytes | Body, outline: Outline | None) -> Iterator[tuple[int, bytes]]:
-    """Yield the places after the opening braces of image parts, and the hashes of their contents."""
-    if isinstance(body, bytes):
-        for found in _SMALL.finditer(body):
-            yield found.end(1), hashlib.sha256(found.group(2).replace(b"\\", b"")).digest()
-    else:
-        assert outline is not None, "a large body was read by its outline"
-        yield from ((one.opening, one.sha256) for one in outline.contents if one.opening is not None)

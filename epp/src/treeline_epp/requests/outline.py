@@ -61,29 +61,20 @@ class NotReadable(ValueError):
     """The body cannot be read; the message says why, to the client."""
 
 
-class Found(msgspec.Struct, frozen=True):
-    """An image or the like in a body: the edit that puts a stand-in in its place, the SHA-256 of its bytes in base64,
-    and the place after the opening brace of its part, if that has its usual form.
-    """
-
-    edit: Edit
-    sha256: bytes
-    opening: int | None = None
-
-
 class Outline:
     """The members of one object. Feed it the body's pieces in order, then `finish`.
 
     `problem` is the fault of the document (a sentence for the client), or None. `spans` maps each member's name to the
     places of its values: `(first byte, byte after the last)`, several if it is repeated. `long_strings` are the places
-    of strings of at least `LONG_STRING` bytes; `contents` those among them that `content.hash_contents` has found.
+    of strings of at least `LONG_STRING` bytes; `contents` puts stand-ins in the place of those that are images and the
+    like (`content.hash_contents`).
     """
 
     def __init__(self) -> None:
         self.problem: str | None = None
         self.spans: dict[str, list[tuple[int, int]]] = {}
         self.long_strings: list[tuple[int, int]] = []
-        self.contents: list[Found] = []
+        self.contents: list[Edit] = []
         self._at = self._quoted = 0
         self._inside = self._escaped = False
         self._depth = 0
@@ -311,7 +302,7 @@ def summary_of(body: Body, outline: Outline, wanted: tuple[str, ...] = _PROMPTS)
         raise NotReadable(outline.problem)
     spans = {name: places[-1] for name, places in outline.spans.items()}
     if outline.contents:
-        body, spans = _with_stand_ins(body, spans, [found.edit for found in outline.contents])
+        body, spans = _with_stand_ins(body, spans, outline.contents)
     prompt = next((name for name in wanted if name in spans), None)
     members: dict[str, Any] = {}
     left_out: set[str] = set()

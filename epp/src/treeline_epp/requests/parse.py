@@ -21,8 +21,7 @@ from treeline_wire.prompt import PromptError, TooDeep
 
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.picking.request import Request
-from treeline_epp.requests.body import Body, Edit, Immediate, RouteRequest
-from treeline_epp.requests.content import uuids
+from treeline_epp.requests.body import Body, Immediate, RouteRequest
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
 from treeline_epp.requests.handover import named
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
@@ -122,20 +121,17 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             return cache
         if cache is None:
             keyer, cache = None, _ANY_CACHE
-        edits: tuple[Edit, ...] = ()
         try:
             if door.chat:
                 engine = self.registry.engine_of(target.pool) if target is not None else ""
                 prompt = chat(read, keyer, door, engine, cache)
-                if engine == "vllm" and door.convert is None and keyer is not None and _KWARGS not in read.members:
-                    edits = tuple(uuids(body, self.outline, keyer))
             else:
                 prompt = completion(read, keyer)
         except TooDeep as error:  # an engine may fail on it, and its breaker would count that
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most, outputs = _max_output_tokens(self.path, read.members), _outputs(self.path, read.members)
         apart = bool(self.request.headers) and door.apart and outputs == 1 and _ends_at_prompt(read.members)
-        return self._parsed(model, target, prompt, most, keyer, cache, outputs, apart=apart, edits=edits)
+        return self._parsed(model, target, prompt, most, keyer, cache, outputs, apart=apart)
 
     def other(self, body: bytes | Body) -> Request | Refusal:
         """Parse a request of a path without a known prompt: its model still picks the pool, if it names one that is
@@ -224,7 +220,6 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         outputs: int = 1,
         *,
         apart: bool = False,
-        edits: tuple[Edit, ...] = (),
     ) -> Request:
         pool = self.request.pool if target is None else target.pool
         priority = self.rules.priority(self.request.headers, pool)
@@ -252,8 +247,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             asked=None if target is None else model or target.target,
             rewrite=_rewrite(model, target),
             members=cache.members,
-            edits=edits,
             learn=keyer.learn if keyer is not None and prompt.key is not None else None,
+            sent=prompt.sent,
         )
 
 
@@ -351,8 +346,6 @@ def _ends_at_prompt(body: dict[str, Any]) -> bool:
     return not of_prompt and not body.get("use_beam_search") and not body.get("return_hidden_states")
 
 
-_KWARGS = "mm_processor_kwargs"
-"""Settings of vLLM's processor: a part of its items' identity."""
 _MOST_CHILDREN = 4096
 _NAMESPACE = frozenset({"lora_path", "cache_salt", "extra_key"})
 

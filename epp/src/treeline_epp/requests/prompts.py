@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +23,8 @@ from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
-from treeline_epp.keyers.base import Content, Keyer, Renderer
+from treeline_epp.keyers.base import Keyer, Renderer
+from treeline_epp.keyers.items import Content
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 from treeline_epp.requests.content import content_of, contents_of, stand_in
 from treeline_epp.requests.isolation import Cache
@@ -30,8 +32,6 @@ from treeline_epp.requests.outline import Summary
 
 CHARS_PER_TOKEN: Final = 4
 """A rough estimate, for requests without a better one."""
-ITEM_TOKENS: Final = 1024
-"""An estimate for an image whose count is unknown."""
 KEY_COST: Final = 192 * 1024
 """Most characters of a prompt that are normalized and scanned; others than ASCII count several times, by their work."""
 _NOT_ASCII: Final = 7
@@ -41,12 +41,13 @@ _LAST_BLANK: Final = re.compile(r"[ \n](?=[^ \n]*\Z)")
 
 class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
     """The key of a prompt, and its size. `tokens` are estimated for the whole prompt; `key_tokens` for the part that
-    the key covers, if that is only its beginning.
+    the key covers, if that is only its beginning. `sent` as in `Request`.
     """
 
     key: bytes | None
     tokens: int
     key_tokens: int | None = None
+    sent: Callable[[str, float], None] | None = None
 
 
 def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
@@ -75,15 +76,19 @@ def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, contents: Sequence[C
     contents, if that has more.
     """
     bounded = _bounded(prompt)
-    items = keyer.items(contents) if contents else ()
-    key = keyer.key(bounded, items)
-    of_items = sum(item.count or ITEM_TOKENS for item in items)
+    key = keyer.key(bounded)
     if key is None:
-        return KeyedPrompt(None, (tokens or _tokens(prompt, keyer)) + of_items)
-    in_key = len(prompt.ids) if prompt.ids is not None and not items else keyer.estimate_tokens(len(key))
-    if bounded is prompt and tokens is None and all(item.count for item in items):
-        return KeyedPrompt(key, in_key)
-    return KeyedPrompt(key, max(in_key, (tokens or _tokens(prompt, keyer)) + of_items), in_key)
+        return KeyedPrompt(None, tokens or _tokens(prompt, keyer))
+    complete, of_items, sent = bounded is prompt and tokens is None, 0, None
+    in_key = len(prompt.ids) if prompt.ids is not None else keyer.estimate_tokens(len(key))
+    if contents and keyer.media is not None:
+        placed = keyer.media.placed(key, contents)
+        key, of_items, complete = placed.key, placed.tokens, complete and placed.complete
+        in_key = keyer.estimate_tokens(len(key))
+        sent = partial(keyer.media.expect, placed.expected)
+    if complete:
+        return KeyedPrompt(key, in_key, None, sent)
+    return KeyedPrompt(key, max(in_key, (tokens or _tokens(prompt, keyer)) + of_items), in_key, sent)
 
 
 def _bounded(prompt: Prompt) -> Prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -33,20 +33,17 @@ def to_send(
     members = {**(request.members or {}), **more}
     if isinstance(body, Body):
         assert outline is not None, "a large body was read by its outline"
-        return edited(body, outline, request.rewrite, members, request.edits)
-    return edited(Body([body]), _outline(body), request.rewrite, members, request.edits).joined()
+        return edited(body, outline, request.rewrite, members)
+    return edited(Body([body]), _outline(body), request.rewrite, members).joined()
 
 
-def edited(
-    body: Body, outline: Outline, model: str | None, members: Mapping[str, Any], further: Sequence[Edit] = ()
-) -> Body:
-    """Return `body` with another model (unless None), with exactly the values of `members` under their names, and with
-    `further` edits.
+def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, Any]) -> Body:
+    """Return `body` with another model (unless None), and with exactly the values of `members` under their names.
 
     Every occurrence is replaced, since decoders differ in which one counts. A missing member is added, unless its value
     is None; a missing model is not. O(pieces).
     """
-    edits = [*further, *([] if model is None else _model_edits(body, outline, msgspec.json.encode(model)))]
+    edits = [] if model is None else _model_edits(body, outline, msgspec.json.encode(model))
     added = b""
     for name, value in members.items():
         text = msgspec.json.encode(value)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from treeline_wire.keys import escape
-from treeline_wire.media import DIGEST_BYTES, Item, item_ids
+from treeline_wire.media import digest_of, item_ids
 
 from treeline_sim.model.text import Text, token_bytes
 
@@ -15,20 +15,27 @@ PAD = len(token_bytes())
 """The placeholder's id."""
 
 
-class Placed(NamedTuple):
-    """An image of a prompt, and its first token there."""
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image: a hash of its bytes, and the number of its tokens."""
 
-    start: int
-    item: Item
+    sha256: bytes
+    tokens: int
+
+    def ids(self) -> list[int]:
+        """Return the ids of its tokens in our runtime."""
+        return item_ids(digest_of("image", self.sha256, ""), self.tokens)
 
 
-def draw_image(count: int, rng: random.Random) -> Item:
+def draw_image(tokens: int, rng: random.Random) -> Image:
     """Return an image of this many tokens."""
-    return Item("image", rng.randbytes(DIGEST_BYTES), count)
+    return Image(rng.randbytes(32), tokens)
 
 
 class PicturedText(Text):
-    """A text with images. `vllm`: events have placeholders, and the images' names beside them; else the images' ids."""
+    """A text with images, which are given with their first tokens. `vllm`: events have placeholders, and the images'
+    names beside them; else the images' ids.
+    """
 
     __slots__ = ("images", "vllm")
 
@@ -37,7 +44,7 @@ class PicturedText(Text):
         block_size: int,
         raw: bytes = b"",
         before: tuple[int, ...] = (),
-        images: tuple[Placed, ...] = (),
+        images: tuple[tuple[int, Image], ...] = (),
         vllm: bool = False,
     ) -> None:
         super().__init__(block_size, raw, before)
@@ -45,17 +52,12 @@ class PicturedText(Text):
         self.vllm = vllm
 
     @property
-    def items(self) -> tuple[Item, ...]:
-        """Return the images in order."""
-        return tuple(item for _, item in self.images)
-
-    @property
     def key(self) -> bytes:
         """Return the prefix key, in which each image is an escape of the placeholder."""
         parts, at = [], 0
-        for start, item in self.images:
+        for start, image in self.images:
             parts += [self._raw[2 * at : 2 * start].hex().encode(), escape(PAD)]
-            at = start + item.count
+            at = start + image.tokens
         return b"".join([*parts, self._raw[2 * at :].hex().encode()])
 
     def extended(self, tokens: int, rng: random.Random) -> PicturedText:
@@ -63,21 +65,21 @@ class PicturedText(Text):
         longer = super().extended(tokens, rng)
         return PicturedText(self.block_size, longer._raw, longer.blocks, self.images, self.vllm)
 
-    def shown(self, item: Item) -> PicturedText:
+    def shown(self, image: Image) -> PicturedText:
         """Return this text with an image after it."""
-        words = np.array(item_ids(item.digest, item.count), np.uint32).view(np.uint16).reshape(-1, 2)
+        words = np.array(image.ids(), np.uint32).view(np.uint16).reshape(-1, 2)
         raw = (words[:, 0] ^ words[:, 1]).tobytes()  # only the hashes of its blocks are made of it
-        images = (*self.images, Placed(self.tokens, item))
+        images = (*self.images, (self.tokens, image))
         return PicturedText(self.block_size, self._raw + raw, self.blocks, images, self.vllm)
 
     def ids(self, first: int, last: int, block_size: int) -> list[int]:
         """Return the token ids of some of its blocks."""
         begin, end = first * block_size, last * block_size
         ids = super().ids(first, last, block_size)
-        for start, item in self.images:
-            low, high = max(start, begin), min(start + item.count, end)
+        for start, image in self.images:
+            low, high = max(start, begin), min(start + image.tokens, end)
             if low < high:
-                spelled = [PAD] * item.count if self.vllm else item_ids(item.digest, item.count)
+                spelled = [PAD] * image.tokens if self.vllm else image.ids()
                 ids[low - begin : high - begin] = spelled[low - start : high - start]
         return ids
 
@@ -88,9 +90,9 @@ class PicturedText(Text):
         found: list[list[object] | None] = []
         for begin in range(first * block_size, last * block_size, block_size):
             here = [
-                [item.digest.hex(), start - begin]
-                for start, item in self.images
-                if start < begin + block_size and start + item.count > begin
+                [image.sha256.hex(), start - begin]
+                for start, image in self.images
+                if start < begin + block_size and start + image.tokens > begin
             ]
             found.append([*here] or None)
         return found
