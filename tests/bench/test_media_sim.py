@@ -7,7 +7,7 @@ from support.bench import Remembered
 from treeline_bench import media_sim as benchmark
 from treeline_bench.context import Context
 from treeline_bench.registry import BENCHMARKS
-from treeline_epp.keyers.items import Items
+from treeline_epp.index.items import Items
 
 
 def hits(folder: Path) -> dict[str, float]:

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from tokenizers import AddedToken
-from treeline_epp.keyers.items import Content
+from treeline_epp.index.items import Content
 from treeline_wire.media import Item, MediaSpec, item_digest, with_items
 from treeline_wire.tokenizer import TokenizerBundle
 

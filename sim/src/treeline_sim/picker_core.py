@@ -13,7 +13,7 @@ from typing import cast
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
-from treeline_epp.keyers.items import Content, Items
+from treeline_epp.index.items import Content, Items
 from treeline_epp.kvevents.item_events import ItemEvents
 from treeline_epp.kvevents.reading import answer_of
 from treeline_epp.kvevents.subscription import KvSubscription

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.vision import PAD, WRITTEN, bundle, content, ids_of, item, picture, tokenizer
+from treeline_epp.index import items as module
 from treeline_epp.index.index import Index
+from treeline_epp.index.items import EXPECTED_S, MAX_ITEM_BYTES, MAX_TOKENS, Items, Placed
 from treeline_epp.index.pods import Pod
-from treeline_epp.keyers import items as module
-from treeline_epp.keyers.items import EXPECTED_S, MAX_ITEM_BYTES, MAX_TOKENS, Items, Placed
 from treeline_epp.kvevents.item_events import MAX_HELD, ItemEvents
 from treeline_wire.events import (
     AllBlocksCleared,

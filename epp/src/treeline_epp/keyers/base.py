@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from treeline_wire.dialects import ChatDialect
 from treeline_wire.prompt import Prompt
 
-from treeline_epp.keyers.items import Items
+from treeline_epp.index.items import Items
 
 K = TypeVar("K")
 V = TypeVar("V")

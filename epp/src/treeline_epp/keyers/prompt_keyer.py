@@ -23,8 +23,8 @@ from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
+from treeline_epp.index.items import Items
 from treeline_epp.keyers.base import Owner, Shares, TokenLengths
-from treeline_epp.keyers.items import Items
 from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
 

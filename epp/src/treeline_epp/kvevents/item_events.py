@@ -10,7 +10,7 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from treeline_wire.keys import item_key
 from treeline_wire.media import FIRST_ID, counts_in, item_ids
 
-from treeline_epp.keyers.items import BESIDE, MAX_TOKENS, Items
+from treeline_epp.index.items import BESIDE, MAX_TOKENS, Items
 
 MAX_HELD: Final = 8
 MAX_HELD_TOKENS: Final = 1 << 15

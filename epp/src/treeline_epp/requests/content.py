@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from treeline_epp.keyers.items import Content
+from treeline_epp.index.items import Content
 from treeline_epp.requests.body import Body, Edit
 from treeline_epp.requests.outline import Outline
 

@@ -23,8 +23,8 @@ from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
+from treeline_epp.index.items import Content
 from treeline_epp.keyers.base import Keyer, Renderer
-from treeline_epp.keyers.items import Content
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 from treeline_epp.requests.content import content_of, contents_of, stand_in
 from treeline_epp.requests.isolation import Cache

@@ -161,10 +161,9 @@ def _content(parts: list[dict[str, Any]]) -> Any:
 
 
 def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
-    source = block.get("source")
-    match source:
-        case {"type": "base64", "data": str(data)}:
-            url = f"data:{source.get('media_type')};base64,{data}"
+    match block.get("source"):
+        case {"type": "base64", "data": str(data), **more}:
+            url = f"data:{more.get('media_type')};base64,{data}"
         case {"type": "url", "url": str(url)}:
             pass
         case _:
