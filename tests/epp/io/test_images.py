@@ -171,6 +171,15 @@ def test_a_key_ends_before_what_is_unknown(part: dict[str, Any]) -> None:
     assert key.endswith(b"and ")
 
 
+def test_a_key_before_an_unknown_image_ends_with_a_text() -> None:
+    registry, keyer = served()
+    learnt(keyer, picture(1))
+    system = {"role": "system", "content": "Be brief."}
+    for known in ([user("look"), user(image_part(picture(1)))], [user("look", image_part(picture(1)))]):
+        key = routed(registry, {"messages": [system, *known, user(REMOTE)]}).key
+        assert key == KEYS.prompt_key(rendered([system, user("look")], asks=False).removesuffix("<|im_end|>\n"), False)
+
+
 def test_models_without_images_are_keyed_up_to_the_first() -> None:
     registry, _ = served(made=TokenizerBundle.build(bundle().tokenizer_json, chat_template=TEMPLATE))
     first, other = (

@@ -13,7 +13,7 @@ from treeline_wire.media import FIRST_ID, counts_in, item_ids
 from treeline_epp.index.items import BESIDE, MAX_TOKENS, Items
 
 MAX_HELD: Final = 8
-MAX_HELD_TOKENS: Final = 1 << 15
+MAX_HELD_TOKENS: Final = 1 << 14
 """Most events that wait for the next one of their chain, and most tokens of one."""
 
 

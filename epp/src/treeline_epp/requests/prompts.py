@@ -369,10 +369,14 @@ def _with_text_at_end(messages: list[Any]) -> list[Any]:
     end = len(messages)
     while end:
         last = messages[end - 1]
-        if isinstance(last, dict) and last.get("content") and not last.get("tool_calls"):
+        if isinstance(last, dict) and _has_text(last.get("content")) and not last.get("tool_calls"):
             break
         end -= 1
     return messages[:end]
+
+
+def _has_text(content: Any) -> bool:
+    return any(not _is_item(part) for part in content) if isinstance(content, list) else bool(content)
 
 
 def _call_values(message: Any) -> int:
