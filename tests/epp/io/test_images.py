@@ -246,6 +246,9 @@ def test_the_native_api_names_images_beside_the_text(large: bool) -> None:
     bare = base64.b64encode(data).decode()
     for images in (url(data), [url(data)], bare, [bare], [[bare]]):
         assert routed(registry, {"text": prompt, "image_data": images}, "/generate", large=large).key == expected
+    three = KEYS.block_key(ids_of(prompt * 3, [item(data, COUNT)] * 3))
+    for images in ([bare] * 3, [bare, url(data), bare]):
+        assert routed(registry, {"text": prompt * 3, "image_data": images}, "/generate", large=large).key == three
     ids = ids_of(prompt.replace(WRITTEN, ""), [])
     assert routed(registry, {"input_ids": ids, "image_data": None}, "/generate", large=large).key == KEYS.block_key(ids)
     remote = routed(registry, {"text": prompt, "image_data": "https://a/b.png"}, "/generate", large=large).key

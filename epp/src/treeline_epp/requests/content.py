@@ -16,7 +16,8 @@ from treeline_epp.requests.body import Body, Edit
 from treeline_epp.requests.outline import Outline
 
 _URL: Final = re.compile(rb"data:[\w.+/;=\\-]{0,100};base64,")
-_MEMBER: Final = re.compile(rb'"(?:data|image_data)"\s*:\s*\[?\s*"\Z')
+_MEMBER: Final = re.compile(rb'"(?:data|image_data|images)"\s*:\s*\[?\s*"\Z')
+_NEXT: Final = re.compile(rb'"\s*,\s*"\Z')
 _BASE64: Final = re.compile(rb"[A-Za-z0-9+/\\]{64}")
 _STAND_IN: Final = re.compile("#([0-9a-f]{64})")
 _BEFORE, _AFTER = 128, 256
@@ -36,7 +37,7 @@ def hash_contents(body: Body, outline: Outline) -> Iterator[None]:
         url = _URL.match(after)
         if url is not None:
             begin = start + url.end()
-        elif _MEMBER.search(before) and _BASE64.match(after):
+        elif _BASE64.match(after) and (_MEMBER.search(before) or _follows(outline.contents, before, start)):
             begin = start
         else:
             continue
@@ -47,6 +48,12 @@ def hash_contents(body: Body, outline: Outline) -> Iterator[None]:
             if at % _PIECES == 0:
                 yield
         outline.contents.append(Edit(begin, stop, b"#" + made.hexdigest().encode()))
+
+
+def _follows(contents: list[Edit], before: bytes, start: int) -> bool:
+    """Return whether a string is the next one of a list after the last content; `before` are the bytes before it."""
+    between = _NEXT.search(before)
+    return bool(contents) and between is not None and contents[-1].stop == start - len(before) + between.start()
 
 
 def content_of(part: dict[str, Any]) -> Content | None:
