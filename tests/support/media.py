@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -11,10 +12,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
+from treeline_runtime.media.files import MediaFiles, Stored
+from treeline_runtime.media.pool import Image as Work
+from treeline_runtime.media.pool import MediaPool
 
 from support.runtime_server import make_checkpoint
 
 IMAGE = "<|image_pad|>"
+PIXELS = 4 << 20
+"""The most of an image for `Decoder`."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
@@ -69,3 +75,37 @@ def image_part(data: bytes) -> dict[str, Any]:
 
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+class Decoder:
+    """A pool of processes that decode images, with a loop of its own."""
+
+    def __init__(self, model: Path, most: int = 1 << 30) -> None:
+        self.runner = asyncio.Runner()
+        self.files = MediaFiles(most)
+        self.pool = MediaPool(str(model), PIXELS, self.files)
+        self.runner.run(self._start())
+
+    async def _start(self) -> None:
+        self.pool.start()
+
+    def __call__(self, data: bytes, most: int = 1 << 20, name: bytes = b"") -> Stored:
+        """Decode an image. Raises ApiError."""
+        digest = name or hash(data).to_bytes(8, "big", signed=True)
+        self.runner.run(self._process(digest, data, most))
+        stored = self.files.hold(digest)
+        assert stored is not None
+        self.files.release(digest)
+        return stored
+
+    async def _process(self, digest: bytes, data: bytes, most: int) -> None:
+        await self.pool.process(Work(digest, data, "messages[0]", most))
+
+    def close(self) -> None:
+        self.runner.run(self.pool.stop())
+        self.runner.close()
+        self.files.close()
+
+
+def output(stored: Stored) -> np.ndarray:
+    return np.fromfile(stored.path, np.float32).reshape(stored.shape)

@@ -149,13 +149,7 @@ class Fetcher:
 
     async def _followed(self, pool: httpcore2.AsyncConnectionPool, url: str, grow: Callable[[int], None]) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
-            headers = {
-                "accept": "image/*",
-                "accept-encoding": "identity",
-                "user-agent": "treeline",
-                "connection": "close",
-            }
-            async with pool.stream("GET", self._domains.place(url), headers=headers) as response:
+            async with pool.stream("GET", self._domains.place(url), headers=_HEADERS) as response:
                 told = {name.lower(): value for name, value in response.headers}
                 if response.status not in _REDIRECTS:
                     return await _body(response, told, grow)

@@ -47,6 +47,7 @@ class Image:
     param: str
     most: int
     """The most tokens that it may take."""
+    client: str | None = None
     retried: bool = False
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -73,9 +74,9 @@ class MediaPool:
         await asyncio.gather(*self._lanes, return_exceptions=True)
         self._refuse(_STOPPING)
 
-    async def process(self, image: Image, client: str | None) -> None:
+    async def process(self, image: Image) -> None:
         """Decodes an image, whose output is then in the files. Raises ApiError."""
-        dropped = self._turns.put(client, image)
+        dropped = self._turns.put(image.client, image)
         if dropped is not None:
             _finish(dropped, overloaded("Too many images are waiting to be decoded"))
         self._wake.set()
@@ -94,7 +95,7 @@ class MediaPool:
                     process = await asyncio.to_thread(stack.enter_context, self._processes.lend())
                     pause_s = PAUSE_S
                     while True:
-                        await self._answer(process, await self._next())
+                        await self._answer(process, await self._next(process))
             except PoolClosedError:
                 return
             except Killed as error:
@@ -106,14 +107,22 @@ class MediaPool:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
-    async def _next(self) -> Image:
+    async def _next(self, process: _Process) -> Image:
+        """An image for a process. Raises Killed if that has ended."""
         while True:
             image = self._turns.take(lambda _: True)
             if image is None:
                 self._wake.clear()
                 await self._wake.wait()
+            elif not process.alive():
+                self._put_back(image)
+                raise Killed("it ended while idle")
             elif not image.done.done():  # else its client has gone
                 return image
+
+    def _put_back(self, image: Image) -> None:
+        self._turns.put_back(image.client, image)
+        self._wake.set()
 
     async def _answer(self, process: _Process, image: Image) -> None:
         """Raises Killed if the process must be replaced."""
@@ -124,8 +133,7 @@ class MediaPool:
                 _finish(image, overloaded("The process that decoded the image was ended; try again"))
             else:  # perhaps it ended before it took the image
                 image.retried = True
-                self._turns.put_back(None, image)
-                self._wake.set()
+                self._put_back(image)
             raise
         except Killed:
             _finish(image, invalid(image.param, "it takes too much time or memory to decode"))

@@ -116,7 +116,7 @@ class MediaReader:
             digest = await asyncio.to_thread(item_digest, source.kind, data, self._rules.spec.fingerprint)
         stored = held.hold(digest)
         if stored is None:
-            await self._decoded(Image(digest, data, source.param, most), client)
+            await self._decoded(Image(digest, data, source.param, most, client))
             stored = held.hold(digest)
         if stored is None:  # others' images have taken its place at once
             raise overloaded("The memory for images of requests is in use; try again")
@@ -134,12 +134,12 @@ class MediaReader:
                 raise overloaded(f"The image was not fetched: {error}") from None
             raise invalid(source.param, str(error)) from None
 
-    async def _decoded(self, image: Image, client: str | None) -> None:
+    async def _decoded(self, image: Image) -> None:
         """Decodes an image, once for all requests of a client that have it."""
-        key = client, image.digest
+        key = image.client, image.digest
         running = self._decoding.get(key)
         if running is None:
-            running = self._decoding[key] = asyncio.create_task(self._pool.process(image, client))
+            running = self._decoding[key] = asyncio.create_task(self._pool.process(image))
             running.add_done_callback(lambda task: self._ended(key, task))
         await asyncio.shield(running)
 

@@ -13,9 +13,7 @@ import warnings
 from typing import Any, Final
 
 import msgspec
-from PIL import Image
-from transformers import AutoImageProcessor
-from transformers.image_utils import load_image
+from PIL import Image, ImageOps
 
 from treeline_runtime.confined.child import serve
 from treeline_runtime.media.protocol import MOST, PIECE_BYTES, Made, Unreadable
@@ -31,8 +29,9 @@ class Refused(Exception):
 class Worker:
     """Raises MemoryError, which ends the process."""
 
-    def __init__(self, folder: str, pixels: int) -> None:
-        self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    def __init__(self, processor: Any, pixels: int) -> None:
+        """processor: of transformers. pixels: the most of an image."""
+        self._processor = processor
         self._pixels = pixels
         self._too_large = f"it has more than {pixels} pixels (--max-image-pixels)"
         self._left = memoryview(b"")
@@ -78,9 +77,10 @@ class Worker:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The first frame as transformers loads it: turned as its EXIF says, RGB. Raises Refused."""
+    """The first frame as transformers' chats load it: turned as its EXIF says, RGB. Raises Refused."""
     try:
-        return load_image(image)
+        ImageOps.exif_transpose(image, in_place=True)
+        return image.convert("RGB")
     except MemoryError:
         raise
     except Exception:
@@ -101,7 +101,12 @@ def main() -> None:
     folder, pixels = sys.argv[1:]
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = int(pixels)  # also for frames that are larger than the header says
-    worker = Worker(folder, int(pixels))
+    # Nothing here computes with torch, whose import takes seconds and half a gigabyte.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    worker = Worker(processor, int(pixels))
     for example in _examples():
         worker.answer(bytearray(MOST.pack(1 << 30) + example))
     serve(worker.answer)

@@ -274,8 +274,8 @@ class Prompts:
             if (found := ids.count(id)) != (items := sum(one.kind == kind for one in prompt.media)):
                 raise wrong(
                     param,
-                    f"The prompt has {found} placeholders ({self._tokenizer.id_to_token(id)}) for {items} items of kind "
-                    f"{kind!r}: a text must not contain one, and the chat template must write one for each",
+                    f"The prompt has {found} placeholders ({self._tokenizer.id_to_token(id)}) for {items} items of "
+                    f"kind {kind!r}: a text must not contain one, and the chat template must write one for each",
                 )
         return ids
 
