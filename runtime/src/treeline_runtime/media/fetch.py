@@ -41,10 +41,18 @@ _PRINTABLE: Final = re.compile(r"[!#-\[\]-~]*")
 _TRANSLATED: Final = ipaddress.ip_network("64:ff9b::/96")
 """IPv4 addresses behind a translator (NAT64)."""
 _GLOBAL: Final = ipaddress.ip_network("2000::/3")
-_TUNNELS: Final = tuple(map(ipaddress.ip_network, ("2001::/23", "2002::/16", "3ffe::/16")))
-"""IPv6 addresses with others inside (Teredo, ORCHID, 6to4), or without a use."""
-_PLATFORM: Final = (ipaddress.ip_address("168.63.129.16"),)
-"""A public address at which a cloud's hosts answer their guests (Azure)."""
+_SPECIAL: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("2001::/23", "2002::/16"),  # with others inside: Teredo, ORCHID, 6to4
+            *("3ffe::/16", "3fff::/20"),  # without a use, and for documents
+            *("192.0.0.0/24", "192.88.99.0/24"),  # of protocols, and of relays
+            "168.63.129.16/32",  # at which a cloud's hosts answer their guests (Azure)
+        ),
+    )
+)
+"""What Python's library, by its version, takes for addresses of the internet."""
 
 
 class FetchError(Exception):
@@ -100,8 +108,9 @@ def is_public(address: str) -> bool:
             return is_public(str(ip.ipv4_mapped))
         if ip in _TRANSLATED:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)))
-        return ip in _GLOBAL and ip.is_global and not any(ip in tunnel for tunnel in _TUNNELS)
-    return ip.is_global and not ip.is_multicast and ip not in _PLATFORM
+        if ip not in _GLOBAL:
+            return False
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _SPECIAL)
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
