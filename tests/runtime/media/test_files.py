@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from treeline_runtime.media import files as module
 from treeline_runtime.media.files import FullError, MediaFiles, Stored
 
 MOST = 1000
@@ -85,6 +87,16 @@ def test_the_folder_is_private_and_goes_with_its_server(files: MediaFiles) -> No
     MediaFiles(9).close()
     assert not left.exists()
     assert folder.is_dir(), "another server's, which runs"
+
+
+def test_little_shared_memory_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(module, "LEAST_BYTES", 1 << 62)
+    made = MediaFiles()
+    assert Path(made.path_of(b"x")).parent.parent in (tmp_path, Path("/tmp"))
+    assert 0 < made.most <= module.MOST_BYTES
+    made.close()
 
 
 class Uses(RuleBasedStateMachine):

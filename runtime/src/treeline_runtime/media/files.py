@@ -13,8 +13,11 @@ from typing import BinaryIO
 from treeline_runtime.processes import SocketFolder
 
 SHARED_MEMORY = Path("/dev/shm")
+LEAST_BYTES = 1 << 30
+"""Free shared memory without which temporary files take its place: containers have 64 MB unless told otherwise."""
+MOST_BYTES = 8 << 30
 _SHARE = 2
-"""One part of so many of the memory that is free at the start."""
+"""At most one part of so many of what is free at the start."""
 
 
 class FullError(Exception):
@@ -38,11 +41,10 @@ class MediaFiles:
     server removes it. Threads may share it."""
 
     def __init__(self, most: int | None = None) -> None:
-        """most: None: a share of what is free."""
-        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        self._folder = SocketFolder(base)
-        space = os.statvfs(self._folder.path)
-        self.most = space.f_bavail * space.f_frsize // _SHARE if most is None else most
+        """most: None: by what is free."""
+        roomy = SHARED_MEMORY.is_dir() and _free_bytes(SHARED_MEMORY) >= LEAST_BYTES
+        self._folder = SocketFolder(SHARED_MEMORY if roomy else None)
+        self.most = min(_free_bytes(self._folder.path) // _SHARE, MOST_BYTES) if most is None else most
         self.used = 0
         self._stored: dict[bytes, Stored] = {}
         """The least recently used first."""
@@ -104,3 +106,8 @@ class MediaFiles:
                 self.used -= gone.size
                 Path(gone.path).unlink(missing_ok=True)
             self.used += size
+
+
+def _free_bytes(path: Path) -> int:
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +20,7 @@ from treeline_runtime.media.protocol import MOST, Made, Unreadable
 from treeline_runtime.server.errors import ApiError, invalid, overloaded
 from treeline_runtime.turns import Turns
 
-WORKERS = 2
+WORKERS = max(2, min(8, (os.cpu_count() or 1) // 4))
 MAX_WAITING = 256
 """Images that may wait for a process."""
 SECONDS = 20.0
@@ -151,7 +152,7 @@ class _Process(ConfinedProcess):
     """Decodes one image at a time. Raises OSError if it cannot be started."""
 
     def __init__(self, folder: str, pixels: int) -> None:
-        limits = ProcessLimits(SECONDS, MEMORY_BYTES, threads=True, ends_with_thread=False)
+        limits = ProcessLimits(SECONDS, MEMORY_BYTES, threads=True)
         super().__init__("treeline_runtime.media.worker", limits, arguments=(folder, str(pixels)))
 
     def wait_ready(self, seconds: float = START_S) -> None:
@@ -165,12 +166,14 @@ class _Process(ConfinedProcess):
             raise Killed("it answered nonsense") from None
         if isinstance(answer, Unreadable):
             return invalid(image.param, answer.why)
+        if not 0 < answer.count <= image.most or min(*answer.grid, *answer.shape) < 1:
+            raise Killed("it answered nonsense")
         size = 4 * math.prod(answer.shape)
         made = Stored(files.path_of(image.digest), size, answer.count, answer.grid, answer.shape)
         if size > files.most:
             return ApiError(
                 413,
-                f"The image takes {size} bytes of shared memory, and there may be {files.most}: send a smaller one",
+                f"The image takes {size} bytes of shared memory, and there are {files.most}: send a smaller one",
                 param=image.param,
                 code="request_too_large",
             )
