@@ -40,9 +40,8 @@ wire, and Envoy; the picker's image has the runtime's download."""
 TORCH = "torch"
 """The package that has a layer of its own: it is huge, and another index serves its small build."""
 
-NEEDLESS = frozenset({"transformers", "triton"})
-"""Dependencies of xgrammar that images leave out: transformers is never imported (grammar/xgrammar_library.py), triton
-comes with a torch that uses it."""
+NEEDLESS = frozenset({"triton"})
+"""A dependency of xgrammar that images leave out: it comes with a torch that uses it."""
 
 ENVIRONMENT = {
     "implementation_name": "cpython",
@@ -83,6 +82,9 @@ def direct(image: str) -> list[Requirement]:
     """The packages that an image names itself."""
     projects = [tomllib.loads((ROOT / room / "pyproject.toml").read_text()) for room in ROOMS[image]]
     named = [name for project in projects for name in project["project"]["dependencies"]]
+    named += [
+        name for project in projects for name in project["project"].get("optional-dependencies", {}).get("media", ())
+    ]
     return [Requirement(name) for name in (*named, *BESIDES.get(image, ())) if not name.startswith("treeline")]
 
 

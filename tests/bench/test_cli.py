@@ -119,7 +119,7 @@ def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ending:
         cli.main(["nonsense"])
     assert ending.value.code == 2
-    assert "picker, gie, routing, routing-sim, forms-sim, tree" in capsys.readouterr().err
+    assert "picker, gie, routing, routing-sim, forms-sim, media-sim, tree" in capsys.readouterr().err
 
 
 def test_listing_and_help_name_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

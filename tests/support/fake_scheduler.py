@@ -18,6 +18,7 @@ import time
 from array import array
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
@@ -39,6 +40,7 @@ from treeline_runtime.messages import (
 from treeline_runtime.models.pooling import pooling_of
 from treeline_runtime.processes import ChildSpec, StartError, run_child
 from treeline_runtime.published import CacheUpdate, LoadUpdate, Stored
+from treeline_wire.media import FIRST_ID
 
 END, END_OF_TURN = 0, 2
 """Token ids of `support.runtime_server.SPECIAL`."""
@@ -164,6 +166,10 @@ class FakeScheduler:
                 self.detokenizer.send(Reply(id, data={"running": len(self.runs), "pages_total": 4096}))
 
     def start(self, request: GenerateReq) -> None:
+        if request.items:  # what it got, for tests to see; it answers with the text around
+            with open(os.environ["FAKE_ITEMS"], "ab") as seen:
+                seen.write(msgspec.json.encode(request) + b"\n")
+            request = msgspec.structs.replace(request, input_ids=[id for id in request.input_ids if id < FIRST_ID])
         first = request.input_ids[0]
         if first in (Magic.SICKEN, Magic.CURE):
             self.sick = first == Magic.SICKEN

@@ -110,7 +110,7 @@ def test_members_with_the_same_meaning_are_kept() -> None:
     ("item", "param"),
     [
         ({"type": "item_reference", "id": "m"}, "input[1]"),
-        (user([{"type": "input_image", "image_url": "x"}]), "input[1].content[0]"),
+        (user([{"type": "input_audio", "data": "x"}]), "input[1].content[0]"),
         ({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}, "input[1].output[0]"),
         ({"type": "reasoning", "encrypted_content": "x", "summary": []}, "input[1].encrypted_content"),
         ({**CALL, "namespace": "n"}, "input[1].namespace"),
@@ -209,7 +209,10 @@ def test_a_system_message_among_the_others_moves_where_the_template_takes_it() -
     [
         ({"type": "document"}, "messages[0].content[0]"),
         ({"type": "tool_use", "name": "f", "input": {}}, "messages[0].content[0].id"),
-        ({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}, "messages[0].content[0].content"),
+        (
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document"}]},
+            "messages[0].content[0].content",
+        ),
     ],
 )
 def test_unsupported_blocks_are_named(block: Any, param: str) -> None:

@@ -22,7 +22,7 @@ ENGINES = ("treeline", "vllm", "sglang")
 
 def content(engine: str, given: Any, source: str, role: str = "user") -> Any:
     message = {"role": role} if given == "absent" else {"role": role, "content": given}
-    return dialect_of(engine).messages([message], source)[0]["content"]
+    return dialect_of(engine).messages([message], source, {})[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_parts_that_only_one_engine_reads() -> None:
 def test_tool_calls_have_the_members_and_the_order_of_the_engines_types() -> None:
     def calls(engine: str, *calls: Any, api: str = "", **more: Any) -> list[str]:
         message = {"role": "assistant", "content": None, "tool_calls": list(calls), **more}
-        made = dialect_of(engine, api).messages([message], TEXTS)[0]
+        made = dialect_of(engine, api).messages([message], TEXTS, {})[0]
         return [repr(call) for call in made.get("tool_calls", ())]
 
     function = "'function': {'name': 'f', 'arguments': {'x': 1}}"
@@ -82,20 +82,20 @@ def test_tool_calls_have_the_members_and_the_order_of_the_engines_types() -> Non
     with pytest.raises(PromptError):
         calls("vllm", {"type": "custom", "custom": {}})
     assert calls("vllm") == []
-    assert "tool_calls" not in dialect_of("vllm").messages([{"role": "assistant", "tool_calls": []}], TEXTS)[0]
+    assert "tool_calls" not in dialect_of("vllm").messages([{"role": "assistant", "tool_calls": []}], TEXTS, {})[0]
 
 
 def test_members_of_messages() -> None:
     given = {"role": "assistant", "content": "c", "reasoning": "r", "name": "n", "other": 1, "task": 2}
     vllm = {"role": "assistant", "content": "c", "reasoning": "r", "reasoning_content": "r", "name": "n"}
-    assert dialect_of("treeline").messages([given], TEXTS) == [given]
-    assert dialect_of("vllm").messages([given], TEXTS) == [vllm]
-    assert dialect_of("sglang").messages([given], TEXTS) == [{"role": "assistant", "content": "c", "name": "n"}]
+    assert dialect_of("treeline").messages([given], TEXTS, {}) == [given]
+    assert dialect_of("vllm").messages([given], TEXTS, {}) == [vllm]
+    assert dialect_of("sglang").messages([given], TEXTS, {}) == [{"role": "assistant", "content": "c", "name": "n"}]
     unsaid = {"role": "assistant", "content": None, "reasoning_content": "r"}
-    assert dialect_of("vllm").messages([unsaid], TEXTS) == [{"role": "assistant", "content": ""}]
+    assert dialect_of("vllm").messages([unsaid], TEXTS, {}) == [{"role": "assistant", "content": ""}]
     named = {"role": "user", "content": "c", "name": "n"}
-    assert dialect_of("vllm").messages([named], TEXTS) == [named]
-    assert dialect_of("sglang").messages([named], TEXTS) == [{"role": "user", "content": "c"}]
+    assert dialect_of("vllm").messages([named], TEXTS, {}) == [named]
+    assert dialect_of("sglang").messages([named], TEXTS, {}) == [{"role": "user", "content": "c"}]
     billed = [{"role": "system", "content": "x-anthropic-billing-header: cch=1;\nrest"}]
     assert [content(e, billed[0]["content"], TEXTS, "system") for e in ENGINES] == [
         billed[0]["content"],
@@ -107,14 +107,14 @@ def test_members_of_messages() -> None:
 def test_a_developer_unknown_to_the_template_becomes_the_system() -> None:
     messages = [USER, {"role": "developer", "content": "D"}, {"role": "system", "content": PARTS}]
     joined = [{"role": "system", "content": "D\n\na\nb"}, USER]
-    assert dialect_of("treeline").messages(messages, TEXTS) == joined
-    assert dialect_of("vllm").messages(messages, TEXTS) == joined
-    assert [m["role"] for m in dialect_of("sglang").messages(messages, TEXTS)] == ["user", "developer", "system"]
+    assert dialect_of("treeline").messages(messages, TEXTS, {}) == joined
+    assert dialect_of("vllm").messages(messages, TEXTS, {}) == joined
+    assert [m["role"] for m in dialect_of("sglang").messages(messages, TEXTS, {})] == ["user", "developer", "system"]
     for engine in ENGINES:
-        known = dialect_of(engine).messages(messages, TEXTS + "{# 'developer' #}")
+        known = dialect_of(engine).messages(messages, TEXTS + "{# 'developer' #}", {})
         assert [m["role"] for m in known] == ["user", "developer", "system"]
     first = [{"role": "developer", "content": "D", "tools": []}, USER]
-    assert dialect_of("vllm").messages(first, TEXTS) == [{"role": "system", "content": "D"}, USER]
+    assert dialect_of("vllm").messages(first, TEXTS, {}) == [{"role": "system", "content": "D"}, USER]
 
 
 def test_tools() -> None:

@@ -130,3 +130,34 @@ def test_bad_directories_are_one_typed_error(folder: Path, tmp_path: Path) -> No
 def test_prefix_keys_refuse_an_invalid_tokenizer(text: str) -> None:
     with pytest.raises(BundleError):
         PrefixKeys(text)
+
+
+def vision(folder: Path, **files: object) -> TokenizerBundle:
+    """Adds the files of a model that takes images; its placeholder is the end-of-text token of the tokenizer."""
+    token = support.tokenizer("gpt2").token_to_id("<|endoftext|>")
+    made = {"config.json": {"image_token_id": token}, "preprocessor_config.json": {"patch_size": 16}} | files
+    for name, value in made.items():
+        (folder / name).write_text(json.dumps(value))
+    return TokenizerBundle.from_dir(folder)
+
+
+def test_a_model_that_takes_images_names_placeholder_and_processor(folder: Path) -> None:
+    plain = TokenizerBundle.from_dir(folder)
+    bundle = vision(folder)
+    assert bundle.media is not None
+    assert bundle.media.placeholders == {"image": "<|endoftext|>"}
+    assert bundle.fingerprint != plain.fingerprint
+    assert TokenizerBundle.from_json(bundle.to_json()) == bundle
+    other = vision(folder, **{"preprocessor_config.json": {"patch_size": 14}})
+    assert other.media is not None
+    assert other.media.fingerprint != bundle.media.fingerprint
+    assert other.fingerprint != bundle.fingerprint
+    lie = json.loads(bundle.to_json()) | {"media": {"placeholders": {"image": "x"}, "fingerprint": "y"}}
+    with pytest.raises(BundleError, match="not that of its parts"):
+        TokenizerBundle.from_json(json.dumps(lie).encode())
+
+
+def test_a_processor_without_placeholders_takes_no_images(folder: Path) -> None:
+    assert vision(folder, **{"config.json": {"image_token_id": 10**6}}).media is None
+    assert vision(folder, **{"config.json": {}}).media is None
+    assert vision(folder, **{"preprocessor_config.json": {}}).media is None

@@ -73,6 +73,14 @@ _FORMS = {
     "forms.pull": detail("requests", "that got a part of their prompt from another engine, of 4,500", "higher"),
 }
 
+_MEDIA = {
+    "media.hit_vs_oracle": Metric(
+        "share", "hit rate of chats with images on simulated engines ÷ the better oracle's", "higher", 0.95, BOUND
+    ),
+    "media.hit_rate": detail("share", "prompt tokens of chats with images from a cache", "higher"),
+    "media.errors": detail("requests", "of chats with images, without a whole answer", "lower"),
+}
+
 _PICKER = {
     "gie.vs_gie.rps_per_core.1kb": Metric(
         "×",
@@ -132,6 +140,8 @@ _PICKER = {
     "picker.pick_ms.1000": Metric("ms", "CPU time of one choice among 1,000 endpoints, median", "lower", 0.3, EXPECTED),
     "picker.pick_ms.5000": Metric("ms", "one decision among 5,000 endpoints", "lower", 1.0, EXPECTED),
     "picker.pick_p99_ms": detail("ms", "CPU time of one choice, 99th percentile", "lower"),
+    "picker.image_ms": Metric("ms", "processor time that an image of 1 MiB adds to a request", "lower", 3.0, BOUND),
+    "picker.image_turn_ms": Metric("ms", "longest turn of the loop with such a request, p99", "lower", 5.0, BOUND),
     "picker.followed": Metric(
         "endpoints", "publishers that one picker follows, each of whose events arrived", "higher", 2000.0, EXPECTED
     ),
@@ -288,7 +298,7 @@ HEADLINES = (
 )
 """The rows quoted in the README, in order."""
 
-METRICS: dict[str, Metric] = _ROUTING | _FORMS | _PICKER | ENGINE | RANKS | _SERVING | _PROGRAMS | _KUBERNETES
+METRICS: dict[str, Metric] = _ROUTING | _FORMS | _MEDIA | _PICKER | ENGINE | RANKS | _SERVING | _PROGRAMS | _KUBERNETES
 
 
 def metric(name: str) -> Metric:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import forms_sim, gie, picker, routing, routing_sim, scripts
+from treeline_bench import forms_sim, gie, media_sim, picker, routing, routing_sim, scripts
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import throttled
@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         routing.BENCHMARK,
         routing_sim.BENCHMARK,
         forms_sim.BENCHMARK,
+        media_sim.BENCHMARK,
         *scripts.BENCHMARKS,
         operator.BENCHMARK,
         throttled.BENCHMARK,

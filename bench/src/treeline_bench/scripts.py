@@ -142,6 +142,9 @@ def _fleet(context: Context) -> Iterator[tuple[str, Script]]:
     picked = tuple(f"picker.{figure}.{count}" for count in (1000, 5000) for figure in ("pick_ms", "pick_p99_ms"))
     few = ("--picks", "50") if context.quick else ()
     yield "fleet: choices among many endpoints", Script("epp/benchmarks/pick.py", picked, few)
+    some = ("--requests", "20") if context.quick else ()
+    images = Script("epp/benchmarks/images.py", ("picker.image_ms", "picker.image_turn_ms"), some)
+    yield "fleet: requests with images", images
     if not context.quick:
         names = ("followed", "live_s", "events_s", "idle_cores", "files", "rss_mb")
         followed = tuple(f"picker.{name}.2000" for name in names)

@@ -35,6 +35,7 @@ from treeline_epp.index.pods import Pod
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
 from treeline_epp.kvevents.hearing import Hearing
+from treeline_epp.kvevents.item_events import ItemEvents
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.member import Member, RankLoads
 from treeline_epp.picking.endpoint import Endpoint
@@ -402,6 +403,8 @@ class Fleet:
                 replays=source.replay_port is not None,
                 stretch=lambda: max(1.0, len(self.members) / _CHECKED_EACH_SECOND),
             )
+            if keyer is not None and keyer.media is not None:
+                subscription.applied.reader = ItemEvents(keyer.media, endpoint.spec.name)
         reporting = [one.rank for one in ranks if one.load_port is not None]
         callbacks = KvCallbacks(
             subscription=subscription,

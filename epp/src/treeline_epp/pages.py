@@ -20,6 +20,7 @@ from treeline_epp.observing import Observing
 from treeline_epp.options import Options
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.body import Body, RouteRequest
+from treeline_epp.requests.content import hash_contents
 from treeline_epp.requests.decision_log import KEPT, DecisionLog
 from treeline_epp.requests.exchange import Observers
 from treeline_epp.requests.outline import Outline
@@ -73,6 +74,8 @@ def explain_page(router: Router, data: bytes) -> Page:
         for piece in body.pieces():
             outline.feed(piece)
         outline.finish(body)
+        for _ in hash_contents(body, outline):
+            pass
     return Page(router.explain(request, outline))
 
 

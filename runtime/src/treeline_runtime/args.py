@@ -142,6 +142,35 @@ class ServerArgs(SchedulerConfig):
         "%(default)s)",
     )
 
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        group="serving",
+        rare=True,
+        metavar="DOMAIN",
+        several=True,
+        help="fetch images of requests from these: [http://]HOST[:PORT], or *.HOST for all below it; never from "
+        "addresses that are not public (default: images come in bodies alone)",
+    )
+    max_images: int = setting(
+        8, group="serving", rare=True, metavar="N", at_least=0, help="images of a request (default: %(default)s)"
+    )
+    max_image_pixels: int = setting(
+        64 << 20,
+        group="serving",
+        rare=True,
+        metavar="N",
+        at_least=1,
+        help="pixels of an image, known before it is decoded (default: %(default)s)",
+    )
+    media_timeout: float = setting(
+        30.0,
+        group="serving",
+        rare=True,
+        metavar="S",
+        above=0,
+        help="503 for a request whose images are not fetched and decoded after S seconds (default: 30)",
+    )
+
     dp_size: int = setting(
         1,
         group="engine",

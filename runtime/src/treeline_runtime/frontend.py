@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import importlib.util
 import signal
 import socket
 import sys
@@ -33,6 +34,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
 from treeline_runtime.download import repository
+from treeline_runtime.media.sources import MediaRules
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
@@ -49,6 +51,7 @@ from treeline_runtime.server.service import Service, State
 from treeline_runtime.tokenizer_manager import DpRank, TokenizerManager
 
 if TYPE_CHECKING:
+    from treeline_runtime.media.reading import MediaReader
     from treeline_runtime.server.tracing import Tracing
 
 
@@ -312,6 +315,7 @@ def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -
     if name in (module.partition("=")[0] for module in args.lora_modules):
         raise ServeError(f"--lora-modules: {name!r} is the name of the model itself")
     metrics = Metrics(name, len(ranks))
+    rules = _media_rules(args, model)
     pool = ReaderPool(
         ReaderSpec(
             str(model.directory.absolute()),
@@ -321,6 +325,7 @@ def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -
             model.pooling,
             model.formats,
             args.log_format,
+            rules,
         )
     )
     service = Service(
@@ -334,11 +339,37 @@ def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -
         pooling=model.pooling,
         formats=model.formats,
         pool=pool,
+        rules=rules,
+        media=None if rules is None or rules.off is not None else _media_reader(args, model, rules),
         uses_priority=args.uses_priority,
         hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
         tracing=_tracing(name) if args.tracing else None,
     )
     return service, pool
+
+
+def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:
+    """What requests may have besides text; None if the model reads text alone."""
+    spec = model.prompts.bundle.media
+    if spec is None or "image" not in spec.placeholders or model.pooling is not None:
+        return None
+    lacking = [name for name in ("transformers", "PIL", "httpcore2") if importlib.util.find_spec(name) is None]
+    why = f"this server lacks {' and '.join(lacking)} to read images: install treeline-runtime[media]"
+    return MediaRules(spec, args.max_images, why if lacking else None)
+
+
+def _media_reader(args: ServerArgs, model: ServedModel, rules: MediaRules) -> MediaReader:
+    """Raises ServeError."""
+    from treeline_runtime.media import files, pool, reading
+    from treeline_runtime.media.fetch import Fetcher
+
+    try:
+        fetcher = Fetcher(args.allowed_media_domains) if args.allowed_media_domains else None
+    except ValueError as error:
+        raise ServeError(f"--allowed-media-domains: {error}") from None
+    outputs = files.MediaFiles()
+    processes = pool.MediaPool(str(model.directory.absolute()), args.max_image_pixels, outputs)
+    return reading.MediaReader(rules, model.prompts.placeholders, processes, outputs, fetcher, args.media_timeout)
 
 
 def _tracing(model_name: str) -> Tracing | None:

@@ -88,17 +88,19 @@ def how_ended(status: int) -> str:
 
 
 class SocketFolder:
-    """A private folder for ipc sockets, removed at the end.
+    """A private folder for ipc sockets, or for files in shared memory; removed at the end.
 
     If all of a server's processes are killed, none removes it. So its owner holds a lock in it, and each process that
     makes a folder first removes ours without a lock.
     """
 
-    def __init__(self) -> None:
-        base = tempfile.gettempdir()
-        if len(os.fsencode(base)) > MAX_BASE:
-            base = "/tmp"
-        _remove_stale(Path(base))
+    def __init__(self, base: Path | None = None) -> None:
+        """base: its parent. None: that of temporary files, whose path must be short for sockets."""
+        if base is None:
+            base = Path(tempfile.gettempdir())
+            if len(os.fsencode(base)) > MAX_BASE:
+                base = Path("/tmp")
+        _remove_stale(base)
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
         # locked before it has its name: no process may find it unlocked
         self._lock = os.open(self.path / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

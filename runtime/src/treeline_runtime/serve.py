@@ -119,6 +119,8 @@ class Server:
             self._stopping = True
             self._service.prompts.close()
             await self._pool.stop()
+            if self._service.media is not None:
+                await self._service.media.stop()
             if self._service.tracing is not None:
                 await self._service.tracing.stop(FAREWELL_S)
             await group.stop()
@@ -243,6 +245,8 @@ class Server:
         self._probes.scheduler_info = scheduler
         self._probes.kv_events = None if publisher is None else _kv_events(publisher, args)
         self._pool.start()
+        if service.media is not None:
+            service.media.start()
         gc.collect()
         gc.freeze()  # objects so far are permanent: later collections skip them
         self._state.heartbeat_at = dict.fromkeys(self._names, time.monotonic())

@@ -13,6 +13,8 @@ from typing import cast
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
+from treeline_epp.index.items import Content, Items
+from treeline_epp.kvevents.item_events import ItemEvents
 from treeline_epp.kvevents.reading import answer_of
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.peers.gossip import Gossip, Outgoing
@@ -23,9 +25,11 @@ from treeline_epp.picking.policies import POLICIES, create_policy
 from treeline_epp.picking.request import Request as PickRequest
 from treeline_wire.events import EventBatch
 from treeline_wire.frames import Reply, Request
-from treeline_wire.keys import PrefixKeys
+from treeline_wire.keys import PrefixKeys, escape
 from treeline_wire.load import TreelineLoad
+from treeline_wire.media import MediaSpec
 
+from treeline_sim.model.images import PAD, PicturedText
 from treeline_sim.model.text import token_bytes
 from treeline_sim.routers import Answer, Asks, NoRoute, Others, Route, Router, TraceRequest
 from treeline_sim.simulation import Sharing
@@ -48,10 +52,16 @@ def check_policy(text: str) -> None:
 
 
 class _Keys:
-    """The part of `PrefixKeys` that the index needs: the bytes of each token."""
+    """The part of `PrefixKeys` that index and images need: the bytes of each token; any text is the placeholder."""
 
     def __init__(self) -> None:
         self.token_bytes = token_bytes()
+
+    def prompt_key(self, _text: str, _add_special_tokens: bool) -> bytes:
+        return escape(PAD)
+
+    def block_key(self, ids: Sequence[int]) -> bytes:
+        return b"".join([self.token_bytes[i] for i in ids])
 
 
 class PickerCore(Router):
@@ -63,6 +73,7 @@ class PickerCore(Router):
         """Make a picker. Raises ValueError for an unknown policy; the message lists the known ones."""
         self.picker = Picker(PickerConfig(policy=policy, seed=seed))
         keys = cast(PrefixKeys, _Keys())
+        self._items = Items(keys, MediaSpec({"image": ""}, ""))
         self._names = [f"e{number:04}" for number in range(endpoints)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self.subscriptions: list[KvSubscription] = []
@@ -77,14 +88,19 @@ class PickerCore(Router):
             address, role = f"10.0.{number >> 8}.{number & 255}:8000", Role.PREFILL if number < prefill else others
             spec = EndpointSpec(name, address, models=(MODEL,), role=role, transfer=transfer)
             endpoint = self.picker.add_endpoint(spec)
-            self.subscriptions.append(KvSubscription(self.picker.index, endpoint.pod, keys))
+            subscription = KvSubscription(self.picker.index, endpoint.pod, keys)
+            subscription.applied.reader = ItemEvents(self._items, name)
+            self.subscriptions.append(subscription)
 
     def route(self, request: TraceRequest, now: float) -> Route:
         """Pick and reserve an endpoint, or two."""
+        prompt, placed = request.prompt, None
+        if isinstance(prompt, PicturedText):
+            placed = self._items.placed(prompt.key, [Content("image", image.sha256) for _, image in prompt.images])
         asked = PickRequest(
             str(next(self._ids)),
             model=MODEL,
-            key=request.prompt.key,
+            key=prompt.key if placed is None else placed.key,
             prompt_tokens_estimate=request.prompt.tokens,
             max_output_tokens=request.output_tokens,
             apart=True,
@@ -93,6 +109,8 @@ class PickerCore(Router):
             lease = self.picker.reserve(self.picker.pick(asked, now), now)
         except (NoEndpoints, Saturated) as refusal:
             raise NoRoute(str(refusal)) from None
+        if placed is not None:
+            self._items.expect(placed.expected, lease.endpoint.spec.name, now)
         decision, source = lease.decision, lease.decision.source
         number = -1 if source is None else self._numbers[source.name]
         return Route(self._numbers[decision.endpoint.name], lease, decision.form, number)

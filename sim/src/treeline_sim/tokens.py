@@ -36,3 +36,7 @@ class TokenPrompt:
     def ids(self, first: int, last: int, block_size: int) -> list[int]:
         """Return the token ids of some of its blocks."""
         return self._ids[first * block_size : last * block_size]
+
+    def extra_keys(self, first: int, last: int, block_size: int) -> list[list[object] | None] | None:
+        """Return None: they are texts."""
+        return None

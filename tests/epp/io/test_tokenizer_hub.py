@@ -63,7 +63,7 @@ def test_only_the_tokenizers_files_are_fetched_and_make_its_bundle(hub: FakeHub,
         tool_template="tools",
         special_tokens={"eos_token": "</s>"},
     )
-    wanted = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tool_use.jinja"]
+    wanted = ["tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja", "tool_use.jinja"]
     assert sorted(hub.downloads()) == sorted(wanted)
     assert [file.suffix for file in tmp_path.iterdir()] == [".json"], "what is kept is one file, and nothing else"
 

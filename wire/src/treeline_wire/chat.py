@@ -83,7 +83,8 @@ class ChatTemplate:
 
     `tool_source`: a separate template for requests with tools. `pool` renders what is not rendered inline; without it,
     that is refused. `inline_seconds`: CPU time of an inline rendering; 0 for a template from a request, which is not
-    analysed here. Raises `TemplateError` if a source does not compile or may not run.
+    analysed here. `placeholders`: the text of each kind of item that the model reads, for templates without lists.
+    Raises `TemplateError` if a source does not compile or may not run.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class ChatTemplate:
         tool_source: str | None = None,
         pool: Renderer | None = None,
         inline_seconds: float = MAX_SECONDS,
+        placeholders: Mapping[str, str] | None = None,
     ) -> None:
+        self.placeholders = dict(placeholders or {})
         self._special_tokens = dict(special_tokens)
         self._plain = _Source(source, pool, inline_seconds)
         self._with_tools = self._plain if tool_source is None else _Source(tool_source, pool, inline_seconds)
@@ -112,6 +115,7 @@ class ChatTemplate:
             tool_source=bundle.tool_template,
             pool=pool,
             inline_seconds=inline_seconds,
+            placeholders=None if bundle.media is None else bundle.media.placeholders,
         )
 
     @property

@@ -74,6 +74,7 @@ class BlockStored(Struct, frozen=True, gc=False, tag_field="type", tag="BlockSto
 
     Hashes are u64 and chain: the first block's parent is `parent_block_hash` (None: the beginning of a prompt).
     `len(token_ids)` may differ from `len(block_hashes) * block_size` in foreign engines (masked or tier-only blocks).
+    Our runtime's ids from 2^31 on spell the digest and the number of tokens of an image (`media`).
     """
 
     block_hashes: Hashes

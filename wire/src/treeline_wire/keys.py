@@ -8,7 +8,8 @@ those bytes, so
 
 holds although only the left side tokenizes. Three things need care. The normalizer (Unicode forms, a leading space)
 applies to each stretch between added tokens, as in the library. Special and added tokens are escapes: 0xFF, which UTF-8
-never contains, and their id; one scan finds them in text. Tokens that the post-processor adds (BOS) are a constant.
+never contains, and their id; one scan finds them in text. The ids of an image are escapes, too, in the place of its
+placeholder's (`split_at`, `item_key`). Tokens that the post-processor adds (BOS) are a constant.
 Tokenizers that lose text (unknown tokens, dropped white space) cannot keep the property, and fail `self_test`.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import tokenizers
@@ -27,19 +28,47 @@ from . import keys_selftest
 from .added_tokens import AddedToken, AddedTokens, PlainScan, TextSegment, any_of
 from .keys_selftest import KeySelfTestError
 from .library_errors import LibraryError, library_errors
+from .media import item_cycle
 from .normalization import check_growth, compile_normalizer, flatten, space_mark
 from .prompt import Prompt
 from .tokenizer import BundleError, TokenizerBundle
 
-__all__ = ["KeySelfTestError", "PrefixKeys", "escape"]
+__all__ = ["KeySelfTestError", "PrefixKeys", "escape", "item_key", "split_at"]
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _ESCAPE: Final = struct.Struct(">BI")
+_ESCAPED: Final = re.compile(rb"\xff.{4}", re.DOTALL)
+ESCAPE_BYTES: Final = _ESCAPE.size
 
 
 def escape(token_id: int) -> bytes:
     """Returns the 5 bytes of a special or added token (or an id without text): 0xFF and the id."""
     return _ESCAPE.pack(0xFF, token_id)
+
+
+def item_key(digest: bytes, count: int) -> bytes:
+    """Returns the key of an item's ids, as `block_key(item_ids(...))` would be. O(count) at memory speed.
+
+    If its count is unknown (0): a key of its digest that is the beginning of no key of ids.
+    """
+    cycle = b"".join(map(escape, item_cycle(digest, count)))
+    size = count * ESCAPE_BYTES
+    return (cycle * (size // len(cycle) + 1))[: size or len(cycle)]
+
+
+def split_at(key: bytes, placeholders: Mapping[bytes, str]) -> tuple[list[bytes], list[str]]:
+    """Returns the keys of the texts between a text's placeholders, one more than there are of these, and the kinds of
+    those. `placeholders`: kinds by escape. O(bytes)."""
+    texts: list[bytes] = []
+    kinds: list[str] = []
+    at = 0
+    for found in _ESCAPED.finditer(key):
+        kind = placeholders.get(found.group())
+        if kind is not None:
+            texts.append(key[at : found.start()])
+            kinds.append(kind)
+            at = found.end()
+    return [*texts, key[at:]], kinds
 
 
 class KeyTable(Struct, frozen=True):

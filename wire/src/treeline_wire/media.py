@@ -12,10 +12,15 @@ count.
 
 from __future__ import annotations
 
+import binascii
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+
+from msgspec import Struct
+
+from .errors import PromptError
 
 DIGEST_BYTES: Final = 30
 FIRST_ID: Final = 1 << 31
@@ -26,19 +31,46 @@ _WORDS: Final = 8
 MAX_COUNT: Final = _LOW
 
 
+class MediaSpec(Struct, frozen=True):
+    """How a model's prompts name items: the text of the placeholder token of each kind (`image`, `video`), which the
+    chat template writes once for an item, and a digest of the files that configure the model's processor.
+    """
+
+    placeholders: dict[str, str]
+    fingerprint: str
+
+
+class Item(Struct, frozen=True):
+    """An item of a prompt: its kind, its identity (`item_digest`), and the number of its tokens."""
+
+    kind: str
+    digest: bytes
+    count: int
+
+
 def item_digest(kind: str, data: bytes | bytearray | memoryview, processor: str) -> bytes:
-    """The identity of an item: of its bytes as they were sent, and of the processor that reads them. O(len(data)),
-    without holding the interpreter for long data."""
+    """The identity of an item: of its bytes as they were sent, and of the processor that reads them (the fingerprint of
+    `MediaSpec`). O(len(data)), without holding the interpreter for long data."""
+    return digest_of(kind, hashlib.sha256(binascii.b2a_base64(data, newline=False)).digest(), processor)
+
+
+def digest_of(kind: str, content: bytes, processor: str) -> bytes:
+    """The same, from the SHA-256 of the item's bytes in base64: requests carry them in this form, so a picker neither
+    decodes them nor needs to know kind and processor first."""
     made = hashlib.sha256(f"{len(kind)}:{kind}{len(processor)}:{processor}".encode())
-    made.update(data)
+    made.update(content)
     return made.digest()[:DIGEST_BYTES]
+
+
+def item_cycle(digest: bytes, count: int) -> list[int]:
+    """The ids that repeat over an item's tokens."""
+    number = int.from_bytes(digest, "big")
+    return [_COUNT | count, *(FIRST_ID | number >> 30 * (_WORDS - 1 - i) & _LOW for i in range(_WORDS))]
 
 
 def item_ids(digest: bytes, count: int) -> list[int]:
     """The ids of an item's `count` tokens."""
-    number = int.from_bytes(digest, "big")
-    words = [FIRST_ID | number >> 30 * (_WORDS - 1 - i) & _LOW for i in range(_WORDS)]
-    return list(itertools.islice(itertools.cycle([_COUNT | count, *words]), count))
+    return list(itertools.islice(itertools.cycle(item_cycle(digest, count)), count))
 
 
 def counts_in(ids: Sequence[int]) -> dict[bytes, int]:
@@ -57,3 +89,34 @@ def counts_in(ids: Sequence[int]) -> dict[bytes, int]:
             found[number.to_bytes(DIGEST_BYTES, "big")] = ids[at] & _LOW
         at += 1 + _WORDS
     return found
+
+
+def with_items(
+    ids: Sequence[int], placeholders: Mapping[int, str], items: Iterable[Item]
+) -> tuple[list[int], list[int]]:
+    """The ids of a prompt in which each placeholder, given with its kind, became the ids of the next item of its kind;
+    and where each item begins, in the order of `items`. Raises `PromptError` unless there are as many placeholders as
+    items of each kind: a text may spell a placeholder, too. O(ids)."""
+    given = list(items)
+    waiting = {kind: [at for at, item in enumerate(given) if item.kind == kind] for kind in placeholders.values()}
+    if sum(map(len, waiting.values())) < len(given):
+        raise PromptError("messages", f"the model takes no items but {', '.join(sorted(waiting))}")
+    out: list[int] = []
+    starts = [0] * len(given)
+    used = dict.fromkeys(waiting, 0)
+    for token in ids:
+        kind = placeholders.get(token)
+        if kind is None:
+            out.append(token)
+            continue
+        if used[kind] < len(waiting[kind]):
+            at = waiting[kind][used[kind]]
+            starts[at] = len(out)
+            out += item_ids(given[at].digest, given[at].count)
+        used[kind] += 1
+    for kind, found in used.items():
+        if found != len(waiting[kind]):
+            raise PromptError(
+                "messages", f"the prompt has {found} placeholders for {len(waiting[kind])} items of kind {kind!r}"
+            )
+    return out, starts

@@ -13,6 +13,7 @@ from msgspec import Struct
 from .chat import ChatTemplate, TemplateError, TooLargeError
 from .dialects import TREELINE, ChatDialect
 from .dialects.base import Turn, check_size, flag
+from .dialects.media_parts import MediaPart, media_parts
 from .errors import PromptError, TooDeep
 from .namespaces import join_namespace, join_salt
 
@@ -40,12 +41,14 @@ MAX_KWARGS_CHARS: Final = 64 << 10
 class Prompt(Struct, frozen=True):
     """A prompt as text or as token ids; exactly one of the two is set.
 
-    `add_special_tokens`: whether the tokenizer's post-processor adds BOS and the like to `text`.
+    `add_special_tokens`: whether the tokenizer's post-processor adds BOS and the like to `text`. `media`: the items for
+    which the text should have a placeholder each, in order; the caller checks that it does.
     """
 
     text: str | None = None
     ids: list[int] | None = None
     add_special_tokens: bool = True
+    media: tuple[MediaPart, ...] = ()
 
 
 def prompt_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: ChatDialect = TREELINE) -> Prompt:
@@ -67,8 +70,8 @@ def beginning_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: 
     Raises as `prompt_of_chat`.
     """
 
-    def turn(body: Mapping[str, Any], source: str) -> Turn:
-        return Turn(dialect.messages(body.get("messages"), source), False, True)
+    def turn(body: Mapping[str, Any], source: str, placeholders: Mapping[str, str]) -> Turn:
+        return Turn(dialect.messages(body.get("messages"), source, placeholders), False, True)
 
     return _rendered(body, template, dialect, turn)
 
@@ -77,10 +80,10 @@ def _rendered(
     body: Mapping[str, Any],
     template: ChatTemplate,
     dialect: ChatDialect,
-    turn_of: Callable[[Mapping[str, Any], str], Turn],
+    turn_of: Callable[[Mapping[str, Any], str, Mapping[str, str]], Turn],
 ) -> Prompt:
     shown = dialect.tools(body)
-    turn = turn_of(body, template.source(shown is not None))
+    turn = turn_of(body, template.source(shown is not None), template.placeholders)
     kwargs = dialect.variables(body, _template_kwargs(body))
     documents = dialect.documents(body)
 
@@ -112,7 +115,8 @@ def _rendered(
             raise PromptError("messages", str(error)) from error
         raise
     text = _encodable(text + turn.suffix, "messages")
-    return Prompt(text=text, add_special_tokens=dialect.add_special_tokens(body))
+    media = tuple(media_parts(body["messages"], template.placeholders)) if template.placeholders else ()
+    return Prompt(text=text, add_special_tokens=dialect.add_special_tokens(body), media=media)
 
 
 def prompt_of_completion(body: Mapping[str, Any]) -> list[Prompt]:

@@ -11,8 +11,22 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from .media import MediaSpec
+
 _SPECIAL_SUFFIX: Final = "_token"
 _PIECE_CHARS: Final = 1 << 18
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "config.json",
+    *_PROCESSOR_FILES,
+)
+"""The files that `TokenizerBundle.from_dir` reads, besides `MORE_TEMPLATES`; only the first must exist."""
+MORE_TEMPLATES: Final = "additional_chat_templates"
 MAX_BUNDLE_BYTES: Final = 256 << 20
 """More than any known tokenizer.json (about 35 MB), in bytes."""
 
@@ -21,13 +35,22 @@ class BundleError(ValueError):
     """A directory or document without a usable tokenizer."""
 
 
+class _AddedToken(Struct):
+    id: int
+    content: str
+
+
+class _Document(Struct):
+    added_tokens: list[_AddedToken] = []
+
+
 class TokenizerBundle(Struct, frozen=True, kw_only=True):
     """The data with which both sides turn a request into a prompt.
 
     `tokenizer_json`: the `tokenizers` library's file. `special_tokens`: names in chat templates (`bos_token`,
     `eos_token`, …) → contents. `add_bos`: the configuration's `add_bos_token`, None if absent; for information, since
-    the post-processor decides. `tool_template`: the separate template `tool_use`. `fingerprint`: identifies all of it;
-    equal fingerprints give equal prompts.
+    the post-processor decides. `tool_template`: the separate template `tool_use`. `media`: of models that take images.
+    `fingerprint`: identifies all of it; equal fingerprints give equal prompts.
     """
 
     fingerprint: str
@@ -38,6 +61,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
     eos_token: str | None = None
     special_tokens: dict[str, str] = {}
     add_bos: bool | None = None
+    media: MediaSpec | None = None
 
     @classmethod
     def build(
@@ -48,11 +72,15 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
         add_bos: bool | None = None,
+        media: MediaSpec | None = None,
     ) -> TokenizerBundle:
         """Makes a bundle from its parts and computes the fingerprint."""
         tokens = dict(sorted((special_tokens or {}).items()))
+        rest: list[Any] = [chat_template, tool_template, tokens, add_bos]
+        if media is not None:  # bundles without it keep their fingerprints
+            rest.append([sorted(media.placeholders.items()), media.fingerprint])
         return cls(
-            fingerprint=_fingerprint(tokenizer_json, [chat_template, tool_template, tokens, add_bos]),
+            fingerprint=_fingerprint(tokenizer_json, rest),
             tokenizer_json=tokenizer_json,
             chat_template=chat_template,
             tool_template=tool_template,
@@ -60,6 +88,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
             eos_token=tokens.get("eos_token"),
             special_tokens=tokens,
             add_bos=add_bos,
+            media=media,
         )
 
     @classmethod
@@ -79,6 +108,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
             tool_template=templates.get("tool_use"),
             special_tokens=tokens,
             add_bos=add_bos if isinstance(add_bos, bool) else None,
+            media=_media(folder, tokenizer_json),
         )
 
     def to_json(self) -> bytes:
@@ -103,6 +133,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
             tool_template=given.tool_template,
             special_tokens=given.special_tokens,
             add_bos=given.add_bos,
+            media=given.media,
         )
         if made != given:
             raise BundleError(f"the fingerprint {given.fingerprint[:64]!r} is not that of its parts")
@@ -156,6 +187,22 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
+def _media(folder: Path, tokenizer_json: str) -> MediaSpec | None:
+    """Returns what the folder of a model that takes images says about them; None without placeholders or processor."""
+    config = _object(folder / "config.json")
+    kinds = {config.get(f"{kind}_token_id"): kind for kind in ("image", "video")}
+    files = {name: found for name in _PROCESSOR_FILES if (found := _object(folder / name))}
+    if not files or not any(type(token) is int for token in kinds):
+        return None
+    try:
+        added = msgspec.json.decode(tokenizer_json, type=_Document).added_tokens
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BundleError(f"{folder / FILES[0]} is not a tokenizer: {error}") from error
+    placeholders = {kinds[token.id]: token.content for token in added if token.id in kinds}
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:32]
+    return MediaSpec(placeholders, digest) if placeholders else None
+
+
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Returns templates by name. Separate files win over the configuration, as in `transformers`."""
     found: dict[str, str] = {}
@@ -169,6 +216,6 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     main = _text(folder / "chat_template.jinja")
     if main is not None:
         found["default"] = main
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+    for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
         found[path.stem] = _text(path) or ""
     return found

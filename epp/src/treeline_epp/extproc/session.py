@@ -29,6 +29,7 @@ from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Lease
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget, RouteRequest
+from treeline_epp.requests.content import hash_contents
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.prefilling import MOST_S
@@ -238,6 +239,7 @@ class ExtProcSession:
                     yield None
             outline.finish(body)
             yield None
+            yield from hash_contents(body, outline)
         for _ in range(_TRIES):
             result = yield from self._decided(state, request, outline)
             if not isinstance(result, Lease):

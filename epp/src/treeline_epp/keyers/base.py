@@ -11,6 +11,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from treeline_wire.dialects import ChatDialect
 from treeline_wire.prompt import Prompt
 
+from treeline_epp.index.items import Items
+
 K = TypeVar("K")
 V = TypeVar("V")
 Owner = str | None
@@ -38,16 +40,25 @@ class Renderer(Protocol):
         """Return whether the parts of a message are written one after another, in their order."""
         ...
 
+    def shows(self, kind: str) -> bool:
+        """Return whether prompts name items of this kind, an image or the like."""
+        ...
+
     def inline_system(self, *, must_show: bool) -> bool:
         """Return whether a system message may stand in the middle of a chat; `must_show`: and is written."""
         ...
 
 
 class Keyer(Protocol):
-    """Turns requests into keys, and estimates tokens from keys. `renderer` makes prompts of chats, if they have any."""
+    """Turns requests into keys, and estimates tokens from keys. `renderer` makes prompts of chats, if they have any;
+    `media` puts images into keys, if the model reads any.
+    """
 
     @property
     def renderer(self) -> Renderer | None: ...
+
+    @property
+    def media(self) -> Items | None: ...
 
     def key(self, prompt: Prompt) -> bytes | None:
         """Return the key of a prompt; `None` if it has none here."""

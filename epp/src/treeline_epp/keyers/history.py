@@ -36,6 +36,7 @@ class HistoryKeyer(TokenLengths):
     def __init__(self) -> None:
         super().__init__()
         self.renderer = HistoryRenderer()
+        self.media = None  # its texts name images
 
     def key(self, prompt: Prompt) -> bytes:
         """Return the text itself; an id is an escape."""
@@ -61,6 +62,10 @@ class HistoryRenderer:
 
     def takes_lists(self, _body: Mapping[str, Any], _dialect: ChatDialect) -> bool:
         """Return True: parts are written in their order."""
+        return True
+
+    def shows(self, _kind: str) -> bool:
+        """Return True: items are written like other parts."""
         return True
 
     def inline_system(self, *, must_show: bool) -> bool:

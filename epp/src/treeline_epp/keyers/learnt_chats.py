@@ -57,9 +57,15 @@ class LearntTemplate(ChatTemplate):
         tool_source: str | None = None,
         pool: Renderer | None = None,
         inline_seconds: float = MAX_SECONDS,
+        placeholders: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
-            source, special_tokens=special_tokens, tool_source=tool_source, pool=pool, inline_seconds=inline_seconds
+            source,
+            special_tokens=special_tokens,
+            tool_source=tool_source,
+            pool=pool,
+            inline_seconds=inline_seconds,
+            placeholders=placeholders,
         )
         self.joined = 0
         self.differed = False

@@ -23,6 +23,7 @@ from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
+from treeline_epp.index.items import Items
 from treeline_epp.keyers.base import Owner, Shares, TokenLengths
 from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
@@ -113,6 +114,10 @@ class BoundedRenderer:
         """Return whether the template of this request takes the parts of a message as a list."""
         return dialect.takes_lists(self._template.source(dialect.tools(body) is not None))
 
+    def shows(self, kind: str) -> bool:
+        """Return whether the model reads items of this kind."""
+        return kind in self._template.placeholders
+
     def inline_system(self, *, must_show: bool) -> bool:
         """Return whether the template takes a system message in the middle of a chat; `must_show`: and prints it."""
         known = self._inline_system.get(must_show)
@@ -150,7 +155,8 @@ class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
     `keys` is `None` if the tokenizer loses text (`problem` says how): requests are then routed by history. `renderer`
-    is `None` then, or without a chat template. Making a keyer blocks: for seconds, if the tokenizer is large.
+    is `None` then, or without a chat template; `media` are the items of a model that takes images. Making a keyer
+    blocks: for seconds, if the tokenizer is large.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -158,12 +164,15 @@ class PromptKeyer(TokenLengths):
         self.fingerprint = bundle.fingerprint
         self.problem: str | None = None
         self.keys: PrefixKeys | None = None
+        self.media: Items | None = None
         self.renderer: BoundedRenderer | None = None
         try:
             self.keys = proven_keys(bundle.tokenizer_json)
         except ValueError as error:
             self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
             return
+        if bundle.media is not None:
+            self.media = Items(self.keys, bundle.media)
         long_run("é")  # makes its tables now, so that no request waits for them
         try:
             template = LearntTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)

@@ -17,6 +17,7 @@ from treeline_wire.keys import PrefixKeys
 from treeline_epp.index.index import Index
 from treeline_epp.index.limits import SLICE, weight
 from treeline_epp.index.pods import Pod
+from treeline_epp.kvevents.item_events import ItemEvents
 
 _REMEMBERED = 256
 """Remembered time stamps: they tell a repeated batch from one of a new process."""
@@ -48,6 +49,8 @@ class AppliedBatches:
     """Events that could not be decoded, by reason; a batch that could not be decoded counts as one."""
     next_seq: int | None = None
     partial: bool = False
+    reader: ItemEvents | None = None
+    """Reads the events first, of a model that takes images."""
     _times: dict[int, float] = field(default_factory=dict)
     _aged_at: float = float("-inf")
     _age_due: float = float("inf")
@@ -61,7 +64,7 @@ class AppliedBatches:
 
     def work(self) -> None:
         """Do a `SLICE` of the waiting work, or up to one event more."""
-        line, pod, keys, budget = self._line, self.pod, self.keys, SLICE
+        line, pod, keys, reader, budget = self._line, self.pod, self.keys, self.reader, SLICE
         while line and budget > 0:
             first = line[0]
             if isinstance(first, float):
@@ -73,7 +76,9 @@ class AppliedBatches:
             while left and budget > 0:
                 event = left.popleft()
                 budget -= weight(event)
-                enter(pod, event, keys)
+                read = event if reader is None else reader.read(event)
+                if read is not None:
+                    enter(pod, read, keys)
             if not left:
                 line.popleft()
         if budget > 0:
@@ -156,6 +161,8 @@ class AppliedBatches:
         self.counts["epochs"] += 1
         self._aged_at, self._age_due, self._fresh = float("-inf"), float("inf"), False
         self._line.clear()
+        if self.reader is not None:
+            self.reader.clear()
         self.index.clear(self.pod)
         self.next_seq = None
         self.partial = False

@@ -28,7 +28,8 @@ class Request(Struct, frozen=True):
 
     `client` is the client's name from the edge, None if unknown. `asked` is the model's name in the body, if a pool
     serves it; `rewrite` is its name in the pool, if that differs; `members` are members of the body to set to these
-    values. `learn` is called with the bytes of a key and their true count of tokens.
+    values. `learn` is called with the bytes of a key and their true count of tokens, `sent` with the name of an
+    endpoint that the request goes to, and the time.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Request(Struct, frozen=True):
     rewrite: str | None = None
     members: Mapping[str, Any] | None = None
     learn: Callable[[int, int], None] | None = None
+    sent: Callable[[str, float], None] | None = None
 
     def namespace_at(self, spec: EndpointSpec) -> str | None:
         """Return its namespace at an endpoint, where its adapter may have other files than at others."""

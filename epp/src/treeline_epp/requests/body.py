@@ -69,19 +69,20 @@ class Body:
 
     def slice(self, start: int, stop: int) -> bytes:
         """Return bytes `start` … `stop` - 1. O(log pieces + bytes)."""
-        return b"".join(self._parts(start, stop))
+        return b"".join(self.parts(start, stop))
 
     def edited(self, edits: Sequence[Edit]) -> Body:
         """Return the body with `edits`, which are in order and do not overlap. Pieces are shared. O(pieces + edits)."""
         out: list[Buffer] = []
         at = 0
         for edit in edits:
-            out += self._parts(at, edit.start)
+            out += self.parts(at, edit.start)
             out.append(edit.text)
             at = edit.stop
-        return Body([*out, *self._parts(at, len(self))])
+        return Body([*out, *self.parts(at, len(self))])
 
-    def _parts(self, start: int, stop: int) -> Iterator[Buffer]:
+    def parts(self, start: int, stop: int) -> Iterator[Buffer]:
+        """Yield bytes `start` … `stop` - 1 as they are stored. O(log pieces + parts)."""
         if start >= stop:
             return
         pieces = self.pieces()

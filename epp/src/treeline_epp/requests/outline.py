@@ -12,6 +12,8 @@ It is no validator: the runtime reports errors in the rest of the document.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from treeline_wire.json_values import MAX_SLOW, count_values, mask_escapes, outside_strings, slow_numbers
 
-from treeline_epp.requests.body import Body, Buffer
+from treeline_epp.requests.body import Body, Buffer, Edit
 
 MAX_MEMBERS = 1024
 """Most members at the top level. Known requests have some thirty."""
@@ -32,6 +34,9 @@ _STEPS[[ord("]"), ord("}")]] = -1
 _SPACE = b" \t\r\n"
 _decode = msgspec.json.decode
 _NOT_JSON = "The request body is not JSON."
+
+LONG_STRING: Final = 1024
+"""Bytes of a string from which on it is looked at for an image."""
 
 Bools = npt.NDArray[np.bool_]
 Depths = npt.NDArray[np.int32]
@@ -60,13 +65,17 @@ class Outline:
     """The members of one object. Feed it the body's pieces in order, then `finish`.
 
     `problem` is the fault of the document (a sentence for the client), or None. `spans` maps each member's name to the
-    places of its values: `(first byte, byte after the last)`, several if it is repeated.
+    places of its values: `(first byte, byte after the last)`, several if it is repeated. `long_strings` are the places
+    of strings of at least `LONG_STRING` bytes; `contents` puts stand-ins in the place of those that are images and the
+    like (`content.hash_contents`).
     """
 
     def __init__(self) -> None:
         self.problem: str | None = None
         self.spans: dict[str, list[tuple[int, int]]] = {}
-        self._at = 0
+        self.long_strings: list[tuple[int, int]] = []
+        self.contents: list[Edit] = []
+        self._at = self._quoted = 0
         self._inside = self._escaped = False
         self._depth = 0
         self._begun = self._ended = False
@@ -113,6 +122,7 @@ class Outline:
 
     def _walk(self, masked: bytes, start: int) -> None:
         outside, depths = structure(masked, self._inside, self._depth)
+        self._note_long_strings(masked, start)
         if masked.count(b'"') & 1:
             self._inside = not self._inside
         low, high = int(depths.min()), int(depths.max())
@@ -136,6 +146,15 @@ class Outline:
         if len(self._marks) + len(marks) > 2 * MAX_MEMBERS:
             raise NotReadable(f"The request body has more than {MAX_MEMBERS} members.")
         self._marks += [(start + at, masked[at] == _COLON) for at in marks.tolist()]
+
+    def _note_long_strings(self, masked: bytes, start: int) -> None:
+        quotes = np.flatnonzero(np.frombuffer(masked, np.uint8) == _QUOTE) + start
+        if len(quotes):
+            gaps = np.diff(quotes, prepend=self._quoted)
+            for at in np.flatnonzero(gaps > LONG_STRING).tolist():
+                begin = int(quotes[at - 1]) if at else self._quoted
+                self.long_strings.append((begin + 1, int(quotes[at])))
+            self._quoted = int(quotes[-1])
 
     def finish(self, body: Body) -> None:
         """Find the names, when all pieces of `body` were fed. O(members)."""
@@ -261,9 +280,9 @@ _PROMPTS: Final = ("messages", "prompt", "text", "input_ids")
 class Summary(msgspec.Struct, frozen=True):
     """A request body, or the part of it that is read.
 
-    `members` are decoded. `size` is the whole body's, in bytes. `cut` names the member of which only the beginning is
-    present: the first `cut_read` of `cut_bytes` bytes; `complete` are its complete elements. `left_out` names members
-    that were too large to read.
+    `members` are decoded, with stand-ins for images. `size` is the whole body's with them, in bytes. `cut` names the
+    member of which only the beginning is present: the first `cut_read` of `cut_bytes` bytes; `complete` are its
+    complete elements. `left_out` names members that were too large to read.
     """
 
     members: dict[str, Any]
@@ -282,6 +301,8 @@ def summary_of(body: Body, outline: Outline, wanted: tuple[str, ...] = _PROMPTS)
     if outline.problem is not None:
         raise NotReadable(outline.problem)
     spans = {name: places[-1] for name, places in outline.spans.items()}
+    if outline.contents:
+        body, spans = _with_stand_ins(body, spans, outline.contents)
     prompt = next((name for name in wanted if name in spans), None)
     members: dict[str, Any] = {}
     left_out: set[str] = set()
@@ -311,3 +332,16 @@ def summary_of(body: Body, outline: Outline, wanted: tuple[str, ...] = _PROMPTS)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise NotReadable(f"The request body is not JSON: {error}") from error
     return Summary(members, len(body), prompt, stop - start, len(raw), found.complete, frozenset(left_out))
+
+
+def _with_stand_ins(
+    body: Body, spans: dict[str, tuple[int, int]], edits: list[Edit]
+) -> tuple[Body, dict[str, tuple[int, int]]]:
+    """Return the edited body, and the places of its members there. O(pieces + edits + members)."""
+    stops = [edit.stop for edit in edits]
+    shifts = [0, *itertools.accumulate(len(edit.text) - (edit.stop - edit.start) for edit in edits)]
+
+    def moved(place: int) -> int:
+        return place + shifts[bisect_right(stops, place)]
+
+    return body.edited(edits), {name: (moved(start), moved(stop)) for name, (start, stop) in spans.items()}

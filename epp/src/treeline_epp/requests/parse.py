@@ -248,6 +248,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             rewrite=_rewrite(model, target),
             members=cache.members,
             learn=keyer.learn if keyer is not None and prompt.key is not None else None,
+            sent=prompt.sent,
         )
 
 

@@ -1,8 +1,8 @@
 """The prefix key of a request's prompt, in bounded time.
 
 A long chat is bounded by rendering only its first messages, as a chat to be continued: the template writes the same
-text for them in the whole chat. A key also ends before the first part without text: an image, or a message that only
-the engine knows.
+text for them in the whole chat. A key also ends before the first part without text: a message that only the engine
+knows, or an image, if it is not in the request itself or the model's template has no place for it.
 
 `Door` lists the paths that take a prompt. An engine turns the requests of its other chat APIs into chat completions and
 renders those; so do we, by its own rules (wire's `apis`), before anything is rendered.
@@ -11,7 +11,8 @@ renders those; so do we, by its own rules (wire's `apis`), before anything is re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,8 +23,10 @@ from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
+from treeline_epp.index.items import Content
 from treeline_epp.keyers.base import Keyer, Renderer
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
+from treeline_epp.requests.content import content_of, contents_of, stand_in
 from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.outline import Summary
 
@@ -38,12 +41,13 @@ _LAST_BLANK: Final = re.compile(r"[ \n](?=[^ \n]*\Z)")
 
 class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
     """The key of a prompt, and its size. `tokens` are estimated for the whole prompt; `key_tokens` for the part that
-    the key covers, if that is only its beginning.
+    the key covers, if that is only its beginning. `sent` as in `Request`.
     """
 
     key: bytes | None
     tokens: int
     key_tokens: int | None = None
+    sent: Callable[[str, float], None] | None = None
 
 
 def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
@@ -63,19 +67,28 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
         tokens = sum(_tokens(prompt, keyer) for prompt in prompts)
     if tokens is not None and summary.cut is not None:
         tokens = tokens * summary.cut_bytes // summary.cut_read
-    return keyed(prompts[0], keyer, tokens)
+    images = body.get("image_data")
+    return keyed(prompts[0], keyer, tokens, () if images is None else contents_of(images))
 
 
-def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
-    """Return the key of a prompt, or of its beginning. `tokens` of the whole request, if that has more."""
+def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, contents: Sequence[Content] = ()) -> KeyedPrompt:
+    """Return the key of a prompt with these contents, or of its beginning. `tokens` of the whole request without the
+    contents, if that has more.
+    """
     bounded = _bounded(prompt)
     key = keyer.key(bounded)
     if key is None:
         return KeyedPrompt(None, tokens or _tokens(prompt, keyer))
+    complete, of_items, sent = bounded is prompt and tokens is None, 0, None
     in_key = len(prompt.ids) if prompt.ids is not None else keyer.estimate_tokens(len(key))
-    if bounded is prompt and tokens is None:
-        return KeyedPrompt(key, in_key)
-    return KeyedPrompt(key, max(in_key, tokens or _tokens(prompt, keyer)), in_key)
+    if contents and keyer.media is not None:
+        placed = keyer.media.placed(key, contents)
+        key, of_items, complete = placed.key, placed.tokens, complete and placed.complete
+        in_key = keyer.estimate_tokens(len(key))
+        sent = partial(keyer.media.expect, placed.expected)
+    if complete:
+        return KeyedPrompt(key, in_key, None, sent)
+    return KeyedPrompt(key, max(in_key, (tokens or _tokens(prompt, keyer)) + of_items), in_key, sent)
 
 
 def _bounded(prompt: Prompt) -> Prompt:
@@ -187,7 +200,8 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: 
     if keyer is None or keyer.renderer is None or summary.left_out & _READ or not _few(summary.members):
         return rough
     try:
-        found = _Chat(summary, keyer.renderer, door, engine, cache.client).prompt()
+        reading = _Chat(summary, keyer.renderer, door, engine, cache.client)
+        found = reading.prompt()
     except TooDeep:
         raise
     except (PromptError, TemplateError):
@@ -195,11 +209,11 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: 
     if found is None:
         return rough
     prompt, whole = found
-    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size))
+    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size), reading.contents)
 
 
 class _Chat:
-    """The conversion of one chat to a prompt."""
+    """The conversion of one chat to a prompt. `contents` are those of its items, in order."""
 
     def __init__(self, summary: Summary, renderer: Renderer, door: Door, engine: str, client: str | None) -> None:
         self._client = client
@@ -211,6 +225,7 @@ class _Chat:
         self._name = next((name for name in door.prompt if name in summary.members), door.prompt[0])
         ids = summary.members.get("input_ids") if engine == "sglang" and door.convert is None else None
         self._ids: list[Any] | None = ids if isinstance(ids, list) else None
+        self.contents: list[Content] = []
 
     def prompt(self) -> tuple[Prompt, bool] | None:
         """Return the prompt, and whether it is complete."""
@@ -225,7 +240,8 @@ class _Chat:
         conversation = self._converted(value)
         messages, known = self._known(conversation)
         if known and conversation.complete and len(messages) <= self._renderer.most(messages, self._client):
-            whole = self._renderer.whole(conversation.body, self._dialect, self._client)
+            body = {**conversation.body, "messages": messages}
+            whole = self._renderer.whole(body, self._dialect, self._client)
             if whole is not None:
                 return whole, True
             found = self._beginning(conversation.body, messages[: len(messages) // 4], tries=1)
@@ -240,25 +256,45 @@ class _Chat:
         return self._door.convert(members, items_of(value, self._name), self._context)
 
     def _known(self, conversation: Conversation) -> tuple[list[Any], bool]:
-        """Return the messages before the first part without text, with the beginning of its message if the template
-        writes parts in their order, or before the message whose calls have too many values; and whether those are all.
+        """Return the messages, and whether those are all: else they end before the first item that is unknown, with the
+        beginning of its message if the template writes parts in their order, or before the message whose calls have too
+        many values.
         """
         messages = conversation.body["messages"]
         if not isinstance(messages, list):
             raise PromptError("messages", "must be a list")
+        self.contents = []
+        shown: list[Any] = []
         room = MAX_CALL_VALUES
-        for i, message in enumerate(messages):
+        for message in messages:
             room -= _call_values(message)
             if room < 0:
-                return messages[:i], False
+                return shown, False
             content = message.get("content") if isinstance(message, dict) else None
-            parts = content if isinstance(content, list) else []
-            for j, part in enumerate(parts):
-                if isinstance(part, dict) and (part.get("type") in _MEDIA or any(name in part for name in _MEDIA)):
-                    before = parts[:j]
-                    ordered = before and self._renderer.takes_lists(conversation.body, self._dialect)
-                    return [*messages[:i], *([{**message, "content": before}] if ordered else ())], False
-        return messages, True
+            if not isinstance(content, list) or not any(map(_is_item, content)):
+                shown.append(message)
+                continue
+            parts = self._known_parts(content)
+            if len(parts) == len(content):
+                shown.append({**message, "content": parts})
+                continue
+            if parts and self._renderer.takes_lists(conversation.body, self._dialect):
+                shown.append({**message, "content": parts})
+            return shown, False
+        return shown, True
+
+    def _known_parts(self, parts: list[Any]) -> list[Any]:
+        """Return a message's parts up to the first item that is unknown, with stand-ins for the others' contents."""
+        shown = []
+        for part in parts:
+            if _is_item(part):
+                content = content_of(part)
+                if content is None or not self._renderer.shows(content.kind):
+                    break
+                self.contents.append(content)
+                part = stand_in(content)
+            shown.append(part)
+        return shown
 
     def _of_cut(self, value: Any) -> Prompt | None:
         """Render the known messages of a cut chat: with the beginning of the last one, or else up to it."""
@@ -297,6 +333,10 @@ class _Chat:
         return None
 
 
+def _is_item(part: Any) -> bool:
+    return isinstance(part, dict) and (part.get("type") in _MEDIA or any(name in part for name in _MEDIA))
+
+
 def _brings_a_template(body: Mapping[str, Any]) -> bool:
     """Return whether the request has its own template: engines may be configured to render with it."""
     kwargs = body.get("chat_template_kwargs")
@@ -329,10 +369,14 @@ def _with_text_at_end(messages: list[Any]) -> list[Any]:
     end = len(messages)
     while end:
         last = messages[end - 1]
-        if isinstance(last, dict) and last.get("content") and not last.get("tool_calls"):
+        if isinstance(last, dict) and _has_text(last.get("content")) and not last.get("tool_calls"):
             break
         end -= 1
     return messages[:end]
+
+
+def _has_text(content: Any) -> bool:
+    return any(not _is_item(part) for part in content) if isinstance(content, list) else bool(content)
 
 
 def _call_values(message: Any) -> int:

@@ -268,6 +268,9 @@ class Router:
             metrics.salted.inc()
         if asked.body and request.rewrite is not None:
             metrics.rewritten.inc()
+        if request.sent is not None:
+            for part in filter(None, (lease.answer, lease.prefill)):
+                request.sent(part.endpoint.spec.name, now)
         if request.request_id:
             self._leases[request.request_id] = lease
         return lease

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from treeline_wire.models import HubModel
-from treeline_wire.tokenizer import MAX_BUNDLE_BYTES, BundleError, TokenizerBundle
+from treeline_wire.tokenizer import FILES, MAX_BUNDLE_BYTES, MORE_TEMPLATES, BundleError, TokenizerBundle
 
-from treeline_epp.tokenizers.sources import FILES, MORE_TEMPLATES, SourceError, read_folder
+from treeline_epp.tokenizers.sources import SourceError, read_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

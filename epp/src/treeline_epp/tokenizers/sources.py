@@ -16,17 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 from treeline_wire.models import HubModel
-from treeline_wire.tokenizer import MAX_BUNDLE_BYTES, BundleError, TokenizerBundle
+from treeline_wire.tokenizer import FILES, MAX_BUNDLE_BYTES, MORE_TEMPLATES, BundleError, TokenizerBundle
 
-FILES: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-"""The files that `TokenizerBundle.from_dir` reads, besides `MORE_TEMPLATES`."""
-MORE_TEMPLATES: Final = "additional_chat_templates"
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 LOOK_S: Final = 2.0
 """Seconds between checks of a folder, by `stat`: network file systems (a claim that several pods mount) report no
@@ -225,6 +216,7 @@ class TokenizerLoader:
                     chat_template=_template(file),
                     special_tokens=bundle.special_tokens,
                     add_bos=bundle.add_bos,
+                    media=bundle.media,
                 )
             self._made = parts, bundle
         return self._made[1]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -36,16 +36,18 @@ class Vanished(Killed):
 class ConfinedProcess:
     """A process and our end of its socket. One thread uses it at a time."""
 
-    def __init__(self, module: str, limits: ProcessLimits, *, logs: bool = False) -> None:
-        """module: runs by `child.serve`; logs: its output goes to standard error. Returns at once, see `wait_ready`.
-        Raises OSError if it cannot be started."""
+    def __init__(
+        self, module: str, limits: ProcessLimits, *, logs: bool = False, arguments: Sequence[str] = ()
+    ) -> None:
+        """module: runs by `child.serve`, with these arguments; logs: its output goes to standard error. Returns at
+        once, see `wait_ready`. Raises OSError if it cannot be started."""
         self._limits = limits
         self._socket, theirs = socket.socketpair()
         # Ctrl-C reaches the whole terminal group, but only the parent decides
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-m", module],
+                [sys.executable, "-I", "-m", module, *arguments],
                 env={},
                 cwd="/",
                 stdin=theirs.fileno(),

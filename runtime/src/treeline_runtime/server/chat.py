@@ -257,7 +257,7 @@ class _Answer(AnswerMaker):
         head = answers.ChatCompletion(
             **openai.envelope(task.rid, "chat.completion", self._model),
             usage=self._usage(dict(enumerate(outs))),
-            prompt_token_ids=task.prompts[0].input_ids if task.token_ids else UNSET,
+            prompt_token_ids=self._prompts.shown_ids(task.prompts[0]) if task.token_ids else UNSET,
             choices=[],
         )
         tail = [b"]"]
@@ -271,7 +271,9 @@ class _Answer(AnswerMaker):
     def opening(self) -> bytes:
         """The role of each choice; the first chunk has the prompt's ids."""
         role, task = answers.ChatDelta("assistant", self._task.echo, None), self._task
-        first = replace(self._head, prompt_token_ids=task.prompts[0].input_ids) if task.token_ids else self._head
+        first = self._head
+        if task.token_ids:
+            first = replace(first, prompt_token_ids=self._prompts.shown_ids(task.prompts[0]))
         return b"".join(
             self._begun(index, role, head=self._head if index else first) + b"null" + _END for index in range(task.n)
         )

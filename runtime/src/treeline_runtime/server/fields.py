@@ -28,6 +28,11 @@ MAX_IGNORED_CHARS: Final = 64
 IGNORED: Final = ContextVar[dict[str, None] | None]("ignored", default=None)
 """Members of the current request that are ignored, in order; `Reader.read` adds them to its result."""
 
+MEDIA_SETTINGS: Final = (
+    *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_payload"),
+    *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video", "video_config"),
+)
+"""Fields without effect on requests that have no images."""
 HARMLESS: Mapping[str, str] = {
     "user": "identifies the user",
     "metadata": "the client's own bookkeeping",
@@ -53,13 +58,7 @@ HARMLESS: Mapping[str, str] = {
     "routed_experts_start_len": "experts are not reported",
     "task": "used only by DeepSeek-V4",
     "truncation_side": "prompts are never truncated",
-    **dict.fromkeys(
-        (
-            *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_payload"),
-            *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video", "video_config"),
-        ),
-        "messages have no images or audio",
-    ),
+    **dict.fromkeys(MEDIA_SETTINGS, "messages have no images or audio"),
 }
 """Fields without effect on an answer, and why. Any value is accepted."""
 
@@ -76,6 +75,7 @@ INERT_ANSWER_FIELDS = INERT_MESSAGE_FIELDS | {
 INERT_RESULT_FIELDS = INERT_MESSAGE_FIELDS | {"tool_call_id", "name"}
 """The call that a `role: tool` message answers: templates without a place for it use the order."""
 PART_FIELDS = frozenset({"type", "text"})
+IMAGE_FIELDS = frozenset({"type", "image_url", "detail"})
 INERT_PART_FIELDS = frozenset({"cache_control"})
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -192,8 +192,21 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
             param = where + "content"
             raise missing(param)
         for j, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type", "text") == "text":
-                check_unknown(part, PART_FIELDS, harmless=INERT_PART_FIELDS, where=f"{where}content[{j}].")
+            if isinstance(part, dict):
+                _check_part(part, f"{where}content[{j}].")
+
+
+def _check_part(part: Mapping[str, Any], where: str) -> None:
+    if "image_url" in part and part.get("type", "image_url") == "image_url":
+        known = part
+        if "uuid" in part:  # vLLM's name of an image, whose bytes name it here
+            ignore(f"{where}uuid")
+            known = {name: value for name, value in part.items() if name != "uuid"}
+        check_unknown(known, IMAGE_FIELDS, harmless=INERT_PART_FIELDS, where=where)
+        if isinstance(part["image_url"], dict):
+            check_unknown(part["image_url"], {"url", "detail"}, harmless=(), where=f"{where}image_url.")
+    elif part.get("type", "text") == "text":
+        check_unknown(part, PART_FIELDS, harmless=INERT_PART_FIELDS, where=where)
 
 
 def _inert(role: Any) -> Container[str]:

@@ -19,6 +19,7 @@ from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.pacing import encode_json
 
 if TYPE_CHECKING:
+    from treeline_runtime.media.reading import Held
     from treeline_runtime.server.tracing import RequestSpan
     from treeline_runtime.tokenizer_manager import InflightRequest
 
@@ -93,6 +94,8 @@ class ApiRequest(Request):
         self.ignored: tuple[str, ...] = ()
         """Fields without effect: a header of the answer names them."""
         self.on_end: Callable[[], object] | None = None
+        self.held: Held | None = None
+        """The outputs of its images."""
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -223,6 +226,8 @@ class ApiRequest(Request):
             self.span.end(streamed=self.streaming)
         if inflight is not None:
             inflight.close()
+        if self.held is not None:
+            self.held.release()
 
 
 def _check_size(size: int, limit: int) -> None:

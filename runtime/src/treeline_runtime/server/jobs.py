@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from treeline_runtime.media.sources import PromptMedia
 from treeline_runtime.messages import GenerateReq, SamplingParams, encode
 from treeline_runtime.server.errors import ApiError, UnknownModel, wrong
 from treeline_runtime.server.formats import Parsing
@@ -74,6 +75,8 @@ class Generations(_Read, frozen=True, kw_only=True):
     stream: bool = False
     rank: int | None = None
     """The data-parallel rank that the body names."""
+    media: list[PromptMedia] = []
+    """The images of each prompt, until they have been read; [] = none has any."""
 
     @property
     def prompt_tokens(self) -> int:

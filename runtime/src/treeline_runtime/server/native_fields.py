@@ -9,7 +9,8 @@ from msgspec import Meta, Struct
 from treeline_runtime.messages import CustomProcessor
 from treeline_runtime.server import grammars, openai, tools
 from treeline_runtime.server import sampling as shared
-from treeline_runtime.server.fields import HARMLESS, Body
+from treeline_runtime.server.errors import wrong
+from treeline_runtime.server.fields import HARMLESS, Body, check_unknown, convert
 from treeline_runtime.server.sampling import Count, Priority, SamplingFields, Seed, TokenId, TopCount
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
@@ -38,6 +39,24 @@ def read_processor(sampling: NativeSampling, name: str | None, params: dict[str,
     )
 
 
+def read_sampling(params: Any) -> tuple[NativeSampling, grammars.Constraint | None]:
+    """Raises ApiError 400."""
+    if not isinstance(params, dict):
+        raise wrong("sampling_params", "'sampling_params' must be an object")
+    check_unknown(params, NativeSampling.__struct_fields__, where="sampling_params.")
+    typed = convert(params, NativeSampling, "sampling_params.")
+    return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
+
+
+def each(value: Any, count: int, param: str) -> list[Any]:
+    """The value for each of `count` prompts, if it is not a list of them. Raises ApiError 400."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise wrong(param, f"{len(value)} values of {param!r} for {count} prompts")
+    return value
+
+
 _SAMPLING = {"anyOf": [{"$ref": "#/components/schemas/NativeSampling"}, {"type": "null"}]}
 
 
@@ -54,6 +73,8 @@ class GenerateBody(Body, frozen=True):
     parts: ClassVar = (NativeSampling,)
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
+    image_data: str | list[Any] | None = None
+    """URLs or base64: of one prompt, or a list with those of each. The text has the model's placeholder for each."""
     sampling_params: dict[str, Any] | list[Any] | None = None
     cache_salt: openai.Salt = None
     extra_key: openai.Salt = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 from treeline_wire.prompt import Prompt, PromptError, namespace_of, prompt_of_completion
 
+from treeline_runtime.media.sources import MediaRules
 from treeline_runtime.messages import (
     CustomProcessor,
     FinishReason,
@@ -55,6 +56,8 @@ class ModelFacts:
     """How the model makes vectors; None if it makes text."""
     formats: Formats = NO_FORMATS
     """Formats of reasoning and tool calls."""
+    media: MediaRules | None = None
+    """Of images in requests; None: it reads text alone."""
 
     def check_model(self, name: object) -> None:
         """Raises UnknownModel for another model than the served one; no name means this one."""

@@ -293,7 +293,7 @@ class Probes:
                 "reasoning_parser": self._service.formats.reasoning,
                 "tool_call_parser": self._service.formats.tools,
                 "disaggregation_mode": "null",
-                "has_image_understanding": False,
+                "has_image_understanding": self._service.media is not None,
                 "has_audio_understanding": False,
                 "model_type": info.model_config.get("model_type"),
                 "architectures": info.model_config.get("architectures"),

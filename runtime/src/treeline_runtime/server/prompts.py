@@ -13,13 +13,15 @@ from jinja2 import meta, nodes
 from tokenizers import Tokenizer
 from treeline_wire.apis.conversion import takes_inline_system
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateBusyError, TemplateError, on_event_loop
+from treeline_wire.dialects.media_parts import MediaPart
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
+from treeline_runtime.messages import GenerateReq
 from treeline_runtime.parsers import STRAYS
-from treeline_runtime.server.errors import ApiError, invalid, wrong
+from treeline_runtime.server.errors import ApiError, invalid, unsupported, wrong
 from treeline_runtime.server.fields import check_messages, ignore
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
 from treeline_runtime.server.tokenization import CachedTokenizer
@@ -100,6 +102,9 @@ class Prompts:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._pool = TemplatePool()
         self._template = ChatTemplate.from_bundle(bundle, self._pool)
+        named = {} if bundle.media is None else bundle.media.placeholders
+        self.placeholders: dict[int, str] = {self.ids_of(text)[0]: kind for kind, text in named.items()}
+        """The tokens that stand for an image or video each, and of which kind."""
         self._given = functools.lru_cache(KEPT_TEMPLATES)(self._template_of)
         self._inline_system: dict[bool, bool] = {}
         keys = _keys(bundle)
@@ -140,8 +145,18 @@ class Prompts:
         return frozenset[str]().union(*map(_variables_of, self._templates))
 
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
-        """A chat's token ids. `limits`: a prompt that is certainly too long is refused untokenized. `namespace`: the
-        prompt's, so that timing reveals nothing of others'."""
+        """A chat's token ids, as `with_media`. Refuses images, too, whose tokens are unknown until they are decoded."""
+        ids, media = self.with_media(body, limits, namespace)
+        if media:
+            raise unsupported(media[0].param, "only texts are supported here, not images")
+        return ids
+
+    def with_media(
+        self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None
+    ) -> tuple[list[int], tuple[MediaPart, ...]]:
+        """A chat's token ids, with a placeholder for each of its images; and these. `limits`: a prompt that is
+        certainly too long is refused untokenized. `namespace`: the prompt's, so that timing reveals nothing of
+        others'."""
         given = body.get("chat_template")
         self.check_place(given)
         template, names = (self._template, self._read_names) if given is None else self._given(namespace, given)
@@ -157,7 +172,13 @@ class Prompts:
     def _template_of(self, _namespace: str | None, source: str) -> tuple[ChatTemplate, Set[str]]:
         """A request's own template and the names it reads, cached per isolated client."""
         try:
-            made = ChatTemplate(source, special_tokens=self.bundle.special_tokens, pool=self._pool, inline_seconds=0)
+            made = ChatTemplate(
+                source,
+                special_tokens=self.bundle.special_tokens,
+                pool=self._pool,
+                inline_seconds=0,
+                placeholders={} if self.bundle.media is None else self.bundle.media.placeholders,
+            )
         except TemplateError as error:
             raise invalid("chat_template", str(error)) from None
         return made, _names_read(source)
@@ -169,7 +190,7 @@ class Prompts:
         param: str,
         namespace: str | None,
         template: ChatTemplate,
-    ) -> list[int]:
+    ) -> tuple[list[int], tuple[MediaPart, ...]]:
         try:
             prompt = prompt_of_chat(body, template)
         except PromptError as error:
@@ -180,7 +201,7 @@ class Prompts:
             if template is not self._template:
                 raise invalid("chat_template", str(error).replace("the model's chat", "the chat")) from None
             raise ApiError(500, f"The model's chat template failed: {error}") from None
-        return self._ids(prompt, limits, param, namespace)
+        return self._ids(prompt, limits, param, namespace), prompt.media
 
     def of_prompts(
         self,
@@ -189,7 +210,7 @@ class Prompts:
         param: str = "prompt",
         namespace: str | None = None,
     ) -> list[list[int]]:
-        """Each prompt's ids; together at most `MAX_PROMPT_TOKENS`, or one context."""
+        """Each prompt's ids; together at most `MAX_PROMPT_TOKENS`, or one context. Their `media` are counted alone."""
         return self._together((self._ids(prompt, limits, param, namespace) for prompt in prompts), limits, param)
 
     @property
@@ -217,7 +238,7 @@ class Prompts:
             )
             asked = ({"messages": chat, "add_generation_prompt": add_generation_prompt} for chat in chats)
             template = self._template
-            made = (self._rendered(one, limits, param, namespace, template) for one in asked)
+            made = (self._rendered(one, limits, param, namespace, template)[0] for one in asked)
             return self._together(made, limits, param)
         if instruct is not None:
             raise wrong("instruct", "'instruct' needs a chat template with roles query and document")
@@ -242,12 +263,21 @@ class Prompts:
     def _ids(self, prompt: Prompt, limits: Limits | None, param: str, namespace: str | None) -> list[int]:
         if prompt.ids is None:
             self._check_length(prompt.text or "", limits, param)
-            return self._cached.encode(
+            ids = self._cached.encode(
                 prompt.text or "", add_special_tokens=prompt.add_special_tokens, namespace=namespace
             )
-        if max(prompt.ids) >= self.vocab_size:
+        elif max(prompt.ids) >= self.vocab_size:
             raise wrong(param, f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size")
-        return prompt.ids
+        else:
+            ids = prompt.ids
+        for id, kind in self.placeholders.items():
+            if (found := ids.count(id)) != (items := sum(one.kind == kind for one in prompt.media)):
+                raise wrong(
+                    param,
+                    f"The prompt has {found} placeholders ({self._tokenizer.id_to_token(id)}) for {items} items of "
+                    f"kind {kind!r}: a text must not contain one, and the chat template must write one for each",
+                )
+        return ids
 
     def _check_length(self, text: str, limits: Limits | None, param: str) -> None:
         """Raises ApiError if it is certainly too long."""
@@ -255,6 +285,13 @@ class Prompts:
             least = self._least_tokens(text)
             if least > limits.max_request_tokens:
                 raise limits.too_long(f"your prompt has at least {least} tokens. Please shorten it.", param)
+
+    def shown_ids(self, request: GenerateReq) -> list[int]:
+        """A prompt's ids for its client: an item's are its placeholder's, as often as it has tokens."""
+        ids, of_kind = list(request.input_ids), {kind: id for id, kind in self.placeholders.items()}
+        for item in request.items:
+            ids[item.start : item.start + item.count] = [of_kind[item.kind]] * item.count
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

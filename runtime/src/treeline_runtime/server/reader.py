@@ -19,6 +19,7 @@ from treeline_wire.chat import TemplateBusyError
 from treeline_wire.prompt import Prompt, PromptError
 
 from treeline_runtime import parsers
+from treeline_runtime.media.sources import PromptMedia, Source, checked, named, parts_of_native, read_sources
 from treeline_runtime.messages import GenerateReq
 from treeline_runtime.server import formats, grammars, jobs, openai
 from treeline_runtime.server import native_fields as native
@@ -35,7 +36,7 @@ from treeline_runtime.server.errors import (
     unsupported,
     wrong,
 )
-from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
+from treeline_runtime.server.fields import IGNORED, convert, json_object
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
@@ -151,8 +152,8 @@ class Reader(openai.ModelFacts):
     def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.GenerateTask:
         body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
-        prompts, batched = self._native_prompts(body, limits, namespace)
-        requests, n = self._requests(body, prompts, limits, namespace)
+        prompts, sources, batched = self._native_prompts(raw, body, limits, namespace)
+        requests, media, n = self._requests(body, prompts, sources, limits, namespace)
         check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(requests) * n:
@@ -171,14 +172,15 @@ class Reader(openai.ModelFacts):
             stream=bool(body.stream),
             batched=batched,
             with_text=bool(body.return_text_in_logprobs),
+            media=checked(media, requests),
         )
         task.check_copies()
         return task
 
     def _native_prompts(
-        self, body: native.GenerateBody, limits: Limits, namespace: str | None
-    ) -> tuple[list[list[int]], bool]:
-        """The prompts as ids, and whether the request was a batch."""
+        self, raw: Mapping[str, Any], body: native.GenerateBody, limits: Limits, namespace: str | None
+    ) -> tuple[list[list[int]], list[tuple[Source, ...]], bool]:
+        """The prompts as ids, the images of each, and whether the request was a batch."""
         if (body.text is None) == (body.input_ids is None):
             raise wrong("text", "Give exactly one of 'text' and 'input_ids'")
         name = "text" if body.text is not None else "input_ids"
@@ -188,21 +190,32 @@ class Reader(openai.ModelFacts):
         if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
             raise wrong("input_ids", "'input_ids' holds token ids, not text")
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
-        return self.prompts.of_prompts(prompts, limits, name, namespace), batched
+        media = parts_of_native(body.image_data, len(prompts), batched)
+        prompts = [replace(prompt, media=parts) for prompt, parts in zip(prompts, media, strict=True)]
+        sources = read_sources(raw, media, self.media, bare=True)
+        return self.prompts.of_prompts(prompts, limits, name, namespace), sources, batched
 
     def _requests(
-        self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits, namespace: str | None
-    ) -> tuple[list[GenerateReq], int]:
-        """The request for each prompt, and `n`, which must be the same for all."""
-        count = len(prompts)
-        columns = zip(prompts, *(_each(getattr(body, name), count, name) for name in _OF_EACH), strict=True)
+        self,
+        body: native.GenerateBody,
+        prompts: list[list[int]],
+        sources: list[tuple[Source, ...]],
+        limits: Limits,
+        namespace: str | None,
+    ) -> tuple[list[GenerateReq], list[PromptMedia], int]:
+        """The request for each prompt, its images, and `n`, which must be the same for all."""
+        count, media = len(prompts), list[PromptMedia]()
+        columns = zip(
+            prompts, sources, *(native.each(getattr(body, name), count, name) for name in _OF_EACH), strict=True
+        )
         made: list[GenerateReq] = []
         ns: set[int] = set()
-        last, fields = None, _native_sampling({})
-        for ids, params, processor, custom, logprob, start, top in columns:
+        last, fields = None, native.read_sampling({})
+        for ids, images, params, processor, custom, logprob, start, top in columns:
             if params is not last:  # what counts for all is read once
-                last, fields = params, _native_sampling({} if params is None else params)
+                last, fields = params, native.read_sampling({} if params is None else params)
             typed, constraint = fields
+            media.append(PromptMedia(images, typed.max_new_tokens))
             sampling = typed.params(
                 self.defaults,
                 self.prompts,
@@ -236,7 +249,7 @@ class Reader(openai.ModelFacts):
             ns.add(typed.n or 1)
         if len(ns) > 1:
             raise wrong("sampling_params.n", "'n' must be the same for all prompts of a batch")
-        return made, ns.pop()
+        return made, media, ns.pop()
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 
@@ -300,22 +313,6 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
         raise wrong(param, f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request")
 
 
-def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Constraint | None]:
-    if not isinstance(params, dict):
-        raise wrong("sampling_params", "'sampling_params' must be an object")
-    check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
-    typed = convert(params, native.NativeSampling, "sampling_params.")
-    return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
-
-
-def _each(value: Any, count: int, param: str) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise wrong(param, f"{len(value)} values of {param!r} for {count} prompts")
-    return value
-
-
 def read_chat_task(
     raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: jobs.Caller
 ) -> jobs.ChatTask:
@@ -326,7 +323,8 @@ def read_chat_task(
         _check_tools(model, body.chat_template)
     constraint = read_constraint(raw, GRAMMAR_FIELDS)
     namespace = openai.namespace(raw, caller)
-    ids = model.prompts.of_chat(raw, limits, namespace)
+    ids, parts = model.prompts.with_media(raw, limits, namespace)
+    (sources,) = read_sources(raw, [parts], model.media)
     end = model.prompts.end_of(ids)
     parsing = _parsing(body, model, calls, end)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -336,9 +334,11 @@ def read_chat_task(
     if parsing is not None and parsing.needs_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     fields = openai.task_fields(body, caller, "chatcmpl", (body.top_logprobs or 0) if body.logprobs else None)
+    prompts = [openai.request(body, ids, sampling, namespace, fields["logprobs"])]
     task = jobs.ChatTask(
         **fields,
-        prompts=[openai.request(body, ids, sampling, namespace, fields["logprobs"])],
+        prompts=prompts,
+        media=checked([PromptMedia(sources, asked)], prompts),
         parsing=parsing,
         shown=jobs.Shown(
             reasoning=body.include_reasoning is not False,
@@ -410,7 +410,7 @@ class ApiReader:
     caller: jobs.Caller
 
     def responses(self) -> jobs.ChatTask:
-        body = responses_fields.read_responses(self.raw)
+        body = self._responses()
         more = responses_fields.chat_fields(body, self.raw)
         if body.rid is None and body.request_id is None:
             more["rid"] = f"resp_{uuid.uuid4().hex}"
@@ -430,13 +430,13 @@ class ApiReader:
 
     def input_tokens(self) -> jobs.Answered:
         """Tokens of the prompt of the same request to `/v1/responses`."""
-        body = responses_fields.read_responses(self.raw)
+        body = self._responses()
         responses_fields.chat_fields(body, self.raw)  # what would be refused there is refused here
         counted = self._counted(responses.to_chat, "input", responses_fields, body.model)
         return jobs.Answered(body=encode_json(InputTokens("response.input_tokens", counted)))
 
     def messages(self) -> jobs.ChatTask:
-        body = anthropic_fields.read_messages(self.raw)
+        body = anthropic_fields.read_messages(self.raw, images=self.model.media is not None)
         more = anthropic_fields.chat_fields(body, self.raw) | {"rid": body.rid or f"msg_{uuid.uuid4().hex}"}
         task = self._chat(anthropic.to_chat, "messages", anthropic_fields, more, body.stream)
         assert body.max_tokens is not None
@@ -446,9 +446,12 @@ class ApiReader:
 
     def count_tokens(self) -> jobs.Answered:
         """Tokens of the prompt of the same request to `/v1/messages`."""
-        body = anthropic_fields.read_messages(self.raw, counts=True)
+        body = anthropic_fields.read_messages(self.raw, images=self.model.media is not None, counts=True)
         counted = self._counted(anthropic.to_chat, "messages", anthropic_fields, body.model)
         return jobs.Answered(body=encode_json(TokenCount(counted)))
+
+    def _responses(self) -> responses_fields.ResponsesBody:
+        return responses_fields.read_responses(self.raw, images=self.model.media is not None)
 
     def _counted(self, convert: Convert, name: str, api: ModuleType, model: str | None) -> int:
         self.model.check_model(model)
@@ -467,7 +470,7 @@ class ApiReader:
         param = task.prompts[0].sampling.grammar_param
         if param is not None:
             task = _sampled(task, grammar_param=renamed_param(param, api.NAMES, api.MEMBERS))
-        return replace(task, stream=bool(stream))
+        return replace(task, stream=bool(stream), media=[named(media, name) for media in task.media])
 
     def converted(self, convert: Convert, name: str) -> dict[str, Any]:
         """The members of the chat's body that make its prompt. `name`: of the member with the conversation."""

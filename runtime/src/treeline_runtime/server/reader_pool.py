@@ -21,6 +21,7 @@ import msgspec
 from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.pool import ConfinedPool, PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Late, Vanished
+from treeline_runtime.media.sources import MediaRules
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server.errors import ApiError, overloaded, rate_limited
 from treeline_runtime.server.formats import NO_FORMATS, Formats
@@ -72,6 +73,7 @@ class ReaderSpec(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
     formats: Formats = NO_FORMATS
     log_format: str | None = None
+    media: MediaRules | None = None
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ def main() -> None:
 def _load(spec: reader_pool.ReaderSpec) -> Reader:
     setup_logging("reader", spec.log_level, spec.log_format)
     prompts = Prompts(TokenizerBundle.from_dir(spec.model_dir))
-    return Reader(spec.model_name, prompts, spec.defaults, spec.pooling, spec.formats)
+    return Reader(spec.model_name, prompts, spec.defaults, spec.pooling, spec.formats, spec.media)
 
 
 def _read(reader: Reader, order: reader_pool.Order, body: bytearray) -> Task | Refused:

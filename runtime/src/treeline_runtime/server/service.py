@@ -15,6 +15,7 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
+from treeline_runtime.media.sources import MediaRules
 from treeline_runtime.messages import FinishReason, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.published import LoadUpdate
@@ -44,6 +45,7 @@ from treeline_runtime.tokenizer_manager import (
 )
 
 if TYPE_CHECKING:
+    from treeline_runtime.media.reading import MediaReader
     from treeline_runtime.server.tracing import Tracing
 
 WEIGHTS_DIFFER = "The ranks have different weights: repeat /update_weights"
@@ -172,6 +174,10 @@ class Service:
     """The model's formats of reasoning and tool calls."""
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
+    rules: MediaRules | None = None
+    """Of images in requests; None: the model reads text alone."""
+    media: MediaReader | None = None
+    """Reads images; None: requests have none."""
     tracing: Tracing | None = None
     """Makes spans of requests; None: no tracing."""
     limits: Limits | None = None
@@ -186,7 +192,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.idle.set()
-        self.reader = Reader(self.model_name, self.prompts, self.defaults, self.pooling, self.formats)
+        self.reader = Reader(self.model_name, self.prompts, self.defaults, self.pooling, self.formats, self.rules)
 
     @property
     def task(self) -> Task:
@@ -259,6 +265,10 @@ class Service:
             del parts
             task = await reading
         asked.ignored += task.ignored
+        if isinstance(task, Generations) and task.media:
+            assert self.media is not None
+            assert self.limits is not None
+            task = await self.media.read(task, asked, self.limits, self.budget)
         return task
 
     async def open(

@@ -107,4 +107,5 @@ def _stored(prompt: Prompt, first: int, last: int, block_size: int) -> BlockStor
         prompt.ids(first, last, block_size),
         block_size,
         medium=MEDIUM,
+        extra_keys=prompt.extra_keys(first, last, block_size),
     )

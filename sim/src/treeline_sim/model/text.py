@@ -31,6 +31,10 @@ class Prompt(Protocol):
         """Return the token ids of the blocks from `first` to before `last`."""
         ...
 
+    def extra_keys(self, first: int, last: int, block_size: int) -> list[list[object] | None] | None:
+        """Return what an engine announces of these blocks besides their ids; None for texts."""
+        ...
+
 
 class Text:
     """Made-up text: token i of 4,096 is written as the four hexadecimal digits of its two bytes, so that a text, its
@@ -75,6 +79,10 @@ class Text:
         """Return the token ids of some of its blocks."""
         width = 2 * block_size
         return memoryview(self._raw[first * width : last * width]).cast("H").tolist()
+
+    def extra_keys(self, first: int, last: int, block_size: int) -> list[list[object] | None] | None:
+        """Return None."""
+        return None
 
 
 def random_tokens(count: int, rng: random.Random) -> bytes:

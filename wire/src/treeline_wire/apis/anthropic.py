@@ -38,7 +38,7 @@ def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> C
     unknown: Unknown | None = None
     try:
         for i, message in enumerate(messages):
-            _convert(message, f"messages[{i}]", chat, sglang, merged)
+            _convert(message, f"messages[{i}]", chat, context.engine, merged)
     except Unknown as error:
         unknown = error
     ours = context.engine == "treeline"
@@ -83,10 +83,10 @@ def _inline_text(message: Message, sglang: bool) -> str:
     return "".join(text for text in texts if text and not text.startswith(_BILLING))
 
 
-def _convert(message: Any, where: str, chat: list[Message], sglang: bool, merged: bool) -> None:
+def _convert(message: Any, where: str, chat: list[Message], engine: str, merged: bool) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError(where, "must be an object with a role")
-    role, content = message["role"], message.get("content")
+    role, content, sglang = message["role"], message.get("content"), engine == "sglang"
     if role == "system" and merged:
         return
     if role == "system" and not sglang:
@@ -96,7 +96,7 @@ def _convert(message: Any, where: str, chat: list[Message], sglang: bool, merged
     if isinstance(content, str):
         chat.append({"role": role, "content": content})
         return
-    turn = _Turn(role, sglang, chat)
+    turn = _Turn(role, sglang, engine == "treeline", chat)
     for i, block in enumerate(blocks_of(content, f"{where}.content")):
         turn.take(block, f"{where}.content[{i}]")
     turn.end()
@@ -108,6 +108,7 @@ class _Turn:
 
     role: str
     sglang: bool
+    ours: bool
     chat: list[Message]
     parts: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -120,7 +121,7 @@ class _Turn:
                 if text or (self.sglang and text is not None):
                     self.parts.append({"type": "text", "text": text})
             case "image":
-                self.parts.append({"type": "image_url"})
+                self.parts.append(_image(block, where))
             case "thinking" if self.sglang:
                 raise Unknown(where, "reasoning depends on the engine's settings")
             case "thinking":
@@ -137,7 +138,7 @@ class _Turn:
                 if self.sglang and self.parts:
                     self.chat.append({"role": "user", "content": _content(self.parts)})
                     self.parts.clear()
-                self.chat.append(_result(block, where, self.sglang))
+                self.chat.append(_result(block, where, self.sglang, self.ours))
             case _:
                 raise Unknown(where, "blocks of this type are not supported")
 
@@ -159,14 +160,33 @@ def _content(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else list(parts)
 
 
-def _result(block: dict[str, Any], where: str, sglang: bool) -> Message:
-    """Converts a tool result to a message of its own. Of a result with images only the text is known."""
+def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
+    match block.get("source"):
+        case {"type": "base64", "data": str(data), **more}:
+            url = f"data:{more.get('media_type')};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            pass
+        case _:
+            raise PromptError(f"{where}.source", "expected base64 with data, or url; files are not stored here")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _result(block: dict[str, Any], where: str, sglang: bool, ours: bool) -> Message:
+    """Converts a tool result to a message of its own. Of a result with images other engines' text is unknown."""
     content = block.get("content")
     made: Message = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
     if isinstance(content, list):
         blocks = blocks_of(content, f"{where}.content")
         if any(inner["type"] != "text" for inner in blocks):
-            raise Unknown(f"{where}.content", "only texts are supported")
+            if not ours or any(inner["type"] not in ("text", "image") for inner in blocks):
+                raise Unknown(f"{where}.content", "only texts are supported")
+            made["content"] = [
+                _image(inner, f"{where}.content[{i}]")
+                if inner["type"] == "image"
+                else {"type": "text", "text": text_member(inner, "text", where)}
+                for i, inner in enumerate(blocks)
+            ]
+            return made
         texts = [text_member(inner, "text", where) or "" for inner in blocks]
         texts = [text for text in texts if text or not sglang]
         made["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]

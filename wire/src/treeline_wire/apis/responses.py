@@ -31,6 +31,7 @@ _DEVELOPER: Final = "Developer instructions:\n"
 """SGLang's prefix for the text of a developer message."""
 _OPEN: Final = ("in_progress", "incomplete")
 _TEXTS: Final = ("input_text", "output_text", "text")
+_IMAGE: Final = "input_image"
 _OTHER: Final = "its type is unknown"
 _ENCRYPTED: Final = "it is encrypted"
 
@@ -99,28 +100,29 @@ def _add_as_ours(item: dict[str, Any], where: str, chat: list[Message]) -> None:
         if text:
             chat.append({"role": "assistant", "reasoning_content": text})
     elif kind == "function_call_output":
-        output = _texts(item.get("output"), f"{where}.output")
+        output = _known(item.get("output"), f"{where}.output", _TEXTS, _IMAGE)
         chat.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "message" and item.get("role") == "assistant":
-        said = _texts(item.get("content"), f"{where}.content")
+        said = _known(item.get("content"), f"{where}.content", _TEXTS)
         text = said if isinstance(said, str) else "".join(part["text"] for part in said or ())
         if last and "content" not in last and "tool_calls" not in last:
             last["content"] = text
         else:
             chat.append({"role": "assistant", "content": text})
     elif kind == "message" and isinstance(item.get("role"), str):
-        chat.append({"role": item["role"], "content": _texts(item.get("content"), f"{where}.content")})
+        said = _known(item.get("content"), f"{where}.content", _TEXTS, _IMAGE)
+        chat.append({"role": item["role"], "content": said})
     else:
         raise Unknown(where, "items of this type are not supported")
 
 
-def _texts(content: Any, where: str) -> Any:
-    """Content with its parts in chat completion format, all of them texts."""
+def _known(content: Any, where: str, texts: tuple[str, ...], *more: str) -> Any:
+    """Content with its parts in chat completion format, all of these types."""
     if content is None or isinstance(content, str):
         return content
     for i, part in enumerate(blocks_of(content, where)):
-        if part["type"] not in _TEXTS:
-            raise Unknown(f"{where}[{i}]", "only texts are supported (input_text, output_text)")
+        if part["type"] not in (*texts, *more):
+            raise Unknown(f"{where}[{i}]", f"expected one of {', '.join((*texts, *more))}")
     return _plain(content, where)
 
 
@@ -218,8 +220,8 @@ def _plain(content: Any, where: str) -> Any:
     for part in blocks_of(content, where):
         if part["type"] in _TEXTS:
             parts.append({"type": "text", "text": text_member(part, "text", where) or ""})
-        elif part["type"] == "input_image":
-            parts.append({"type": "image_url"})
+        elif part["type"] == _IMAGE:
+            parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
         else:
             raise Unknown(where, _OTHER)
     return parts

@@ -13,9 +13,11 @@ from msgspec import Struct
 from ..chat import MAX_DEPTH, Admission, TemplateError, TooLargeError
 from ..errors import PromptError, TooDeep
 from .content_format import takes_lists
+from .media_parts import kind_of
 
 Message = dict[str, Any]
 _NONE: Final = ("", None)
+_WITHOUT_MEDIA: Final = ("system", "developer")
 
 
 class Turn(Struct, frozen=True):
@@ -42,23 +44,24 @@ class ChatDialect(ABC):
         """Whether this template takes content as lists of parts."""
         return takes_lists(source)
 
-    def turn(self, body: Mapping[str, Any], source: str) -> Turn:
-        """The chat of a request. `source` is the template's text."""
-        messages = self.messages(body.get("messages"), source)
+    def turn(self, body: Mapping[str, Any], source: str, placeholders: Mapping[str, str]) -> Turn:
+        """The chat of a request. `source` is the template's text; `placeholders`: the text for each kind of item that
+        the model reads."""
+        messages = self.messages(body.get("messages"), source, placeholders)
         continue_final = flag(body, "continue_final_message", False)
         add_generation = flag(body, "add_generation_prompt", not continue_final)
         if continue_final and add_generation:
             raise PromptError("continue_final_message", "cannot be combined with add_generation_prompt")
         return Turn(messages, add_generation, continue_final)
 
-    def messages(self, value: Any, source: str) -> list[Message]:
+    def messages(self, value: Any, source: str, placeholders: Mapping[str, str]) -> list[Message]:
         """The messages as the template receives them."""
         if not isinstance(value, list) or not value:
             raise PromptError("messages", "must be a non-empty list")
         lists = self.takes_lists(source)
-        return [self._message(item, f"messages[{i}]", lists) for i, item in enumerate(value)]
+        return [self._message(item, f"messages[{i}]", lists, placeholders) for i, item in enumerate(value)]
 
-    def _message(self, value: Any, where: str, lists: bool) -> Message:
+    def _message(self, value: Any, where: str, lists: bool, placeholders: Mapping[str, str]) -> Message:
         if not isinstance(value, dict):
             raise PromptError(where, "must be an object")
         role = value.get("role")
@@ -67,9 +70,23 @@ class ChatDialect(ABC):
         content = value.get("content")
         if isinstance(content, list):
             check_size(content, f"{where}.content")
-            texts = [self.part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+            kinds = [kind_of(part, placeholders) for part in content]
+            if any(kinds) and role in _WITHOUT_MEDIA:
+                raise PromptError(f"{where}.content", f"only texts are supported in {role} messages")
+            texts = [
+                self.part(part, f"{where}.content[{i}]") if kind is None else placeholders[kind]
+                for i, (kind, part) in enumerate(zip(kinds, content, strict=True))
+            ]
             # Templates seldom expect a list as a tool's result, so both engines give them a text.
-            content = self.parts(content, texts) if lists and role != "tool" else self.joined(texts)
+            if lists and (role != "tool" or any(kinds)):
+                each = zip(content, kinds, texts, strict=True)
+                content = [
+                    self.text_part(part, text) if kind is None else {"type": kind}
+                    for part, kind, text in each
+                    if text is not None
+                ]
+            else:
+                content = self.joined(texts)
         elif content is None:
             content = self.nothing(lists and role != "tool")
         elif not isinstance(content, str):
@@ -92,10 +109,10 @@ class ChatDialect(ABC):
         """A message's parts joined to one text."""
         return self.separator.join(text for text in texts if text is not None)
 
-    def parts(self, content: list[Any], texts: list[str | None]) -> list[dict[str, Any]]:
-        """A message's parts for a template that accepts lists."""
-        del content
-        return [{"type": "text", "text": text} for text in texts if text is not None]
+    def text_part(self, part: Any, text: str) -> dict[str, Any]:
+        """A part with this text, for a template that accepts lists."""
+        del part
+        return {"type": "text", "text": text}
 
     @abstractmethod
     def part(self, value: Any, where: str) -> str | None:

@@ -28,11 +28,11 @@ class SglangDialect(ChatDialect):
     def takes_lists(self, source: str) -> bool:
         return takes_lists_in_sglang(source)
 
-    def turn(self, body: Mapping[str, Any], source: str) -> Turn:
+    def turn(self, body: Mapping[str, Any], source: str, placeholders: Mapping[str, str]) -> Turn:
         """Returns the conversation, which always ends with the user: an assistant's last text is appended to the
         rendered prompt or becomes a user message.
         """
-        messages = self.messages(body.get("messages"), source)
+        messages = self.messages(body.get("messages"), source, placeholders)
         suffix = ""
         last = messages[-1]
         if last["role"] == "assistant" and isinstance(last["content"], str):

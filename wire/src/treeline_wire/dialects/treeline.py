@@ -30,8 +30,8 @@ class TreelineDialect(ChatDialect):
 
     separator = "\n"
 
-    def messages(self, value: Any, source: str) -> list[Message]:
-        return with_system_for_developer(super().messages(value, source), source, self.separator)
+    def messages(self, value: Any, source: str, placeholders: Mapping[str, str]) -> list[Message]:
+        return with_system_for_developer(super().messages(value, source, placeholders), source, self.separator)
 
     def part(self, value: Any, where: str) -> str | None:
         text = text_of(value, where, _KINDS)
@@ -39,11 +39,8 @@ class TreelineDialect(ChatDialect):
             raise PromptError(where, "only parts of type 'text' are supported")
         return text
 
-    def parts(self, content: list[Any], texts: list[str | None]) -> list[dict[str, Any]]:
-        return [
-            {"type": "text", **part} if part.get("type") != "refusal" else {"type": "text", "text": text}
-            for part, text in zip(content, texts, strict=True)
-        ]
+    def text_part(self, part: Any, text: str) -> dict[str, Any]:
+        return {"type": "text", **part} if part.get("type") != "refusal" else {"type": "text", "text": text}
 
     def members(self, message: Message, content: Any, where: str) -> Message:
         made = {**message, "content": content}

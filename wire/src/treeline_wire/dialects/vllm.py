@@ -35,8 +35,8 @@ class VllmDialect(ChatDialect):
     def __init__(self, *, validated: bool = True) -> None:
         self._validated = validated
 
-    def messages(self, value: Any, source: str) -> list[Message]:
-        return with_system_for_developer(super().messages(value, source), source, self.separator)
+    def messages(self, value: Any, source: str, placeholders: Mapping[str, str]) -> list[Message]:
+        return with_system_for_developer(super().messages(value, source, placeholders), source, self.separator)
 
     def nothing(self, as_list: bool) -> Any:
         return [] if as_list else ""

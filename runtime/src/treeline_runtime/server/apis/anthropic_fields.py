@@ -80,6 +80,7 @@ _BLOCKS: Final[Mapping[str, frozenset[str]]] = {
     "redacted_thinking": frozenset({"type", "data"}),
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+    "image": frozenset({"type", "source", "cache_control"}),
 }
 """Members of content blocks. Members that a returned answer has, and cache hints, mean nothing to a model."""
 _TOOL: Final = frozenset({"type", "name", "description", "input_schema", "strict"})
@@ -92,17 +93,17 @@ _THINKING_HINTS: Final = frozenset({"budget_tokens"})
 """Only a target in Anthropic's words; nothing here enforces it."""
 
 
-def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBody:
-    """`counts`: only count tokens. Raises ApiError 400."""
+def read_messages(raw: Mapping[str, Any], *, images: bool = False, counts: bool = False) -> MessagesBody:
+    """`images`: the model reads some. `counts`: only count tokens. Raises ApiError 400."""
     body = MessagesBody.read(raw)
     if body.max_tokens is None and not counts:
         raise missing("max_tokens")
     if body.n not in (None, 1) or body.stop:
         name = "n" if body.stop is None else "stop"
         raise unsupported(name, "this API has no such field")
-    _check_blocks(body.system, "system", _ROLES["system"])
+    _check_blocks(body.system, "system", _ROLES["system"], frozenset())
     for i, message in enumerate(body.messages or ()):
-        _check_message(message, f"messages[{i}]")
+        _check_message(message, f"messages[{i}]", frozenset({"image"} if images else ()))
     for i, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{i}]")
     _check_choice(body)
@@ -133,7 +134,7 @@ def chat_fields(body: MessagesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _check_message(message: Any, where: str) -> None:
+def _check_message(message: Any, where: str, media: frozenset[str]) -> None:
     """Raises ApiError 400 for unused members. The conversion checks the rest."""
     if not isinstance(message, dict):
         return
@@ -141,11 +142,12 @@ def _check_message(message: Any, where: str) -> None:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"{where}.role", f"expected one of {', '.join(_ROLES)}")
-    _check_blocks(message.get("content"), f"{where}.content", _ROLES[role])
+    kinds = _ROLES[role] | media if role == "user" else _ROLES[role]
+    _check_blocks(message.get("content"), f"{where}.content", kinds, media)
 
 
-def _check_blocks(content: Any, where: str, kinds: Container[str]) -> None:
-    """`kinds`: the allowed ones."""
+def _check_blocks(content: Any, where: str, kinds: Container[str], media: frozenset[str]) -> None:
+    """`kinds`: the allowed ones; `media`: of them, those allowed in results of tools besides text."""
     for i, block in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(block, dict):
             continue
@@ -155,7 +157,7 @@ def _check_blocks(content: Any, where: str, kinds: Container[str]) -> None:
         check_unknown(block, _BLOCKS[kind], harmless=(), where=f"{at}.")
         if kind == "tool_result":
             _check_type(block, "tool_use_id", str, "a text", at)
-            _check_blocks(block.get("content"), f"{at}.content", {"text"})
+            _check_blocks(block.get("content"), f"{at}.content", media | {"text"}, media)
         if kind == "tool_use":
             _check_type(block, "id", str, "a text", at)
             _check_type(block, "name", str, "a text", at)

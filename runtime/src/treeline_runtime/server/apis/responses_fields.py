@@ -83,7 +83,7 @@ _INCLUDABLE: Final[Mapping[str, str]] = {
         ),
         "of built-in tools; there are none",
     ),
-    "message.input_image.image_url": "messages cannot have pictures",
+    "message.input_image.image_url": "inputs are not repeated",
 }
 """Values of `include` without effect, since their parts are always in the answer, and why."""
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -95,11 +95,12 @@ _ITEMS: Final[Mapping[str, frozenset[str]]] = {
 }
 """Members of input items; members that a returned answer has mean nothing to a model."""
 _PART: Final = frozenset({"type", "text", "annotations", "logprobs", "parsed"})
+_IMAGE: Final = frozenset({"type", "image_url", "detail"})
 _TOOL: Final = frozenset({"type", "name", "description", "parameters", "strict"})
 
 
-def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
-    """Raises ApiError 400."""
+def read_responses(raw: Mapping[str, Any], *, images: bool = False) -> ResponsesBody:
+    """`images`: the model reads some. Raises ApiError 400."""
     body = ResponsesBody.read(raw)
     if body.n not in (None, 1):
         raise wrong("n", "'n' must be 1: a response is one answer", code="unsupported_parameter")
@@ -109,7 +110,7 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
         if not isinstance(one, str) or one not in _INCLUDABLE:
             raise unsupported("include", f"{short(one)!r} is not available here")
     for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
-        _check_item(item, f"input[{i}]")
+        _check_item(item, f"input[{i}]", images)
     for i, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{i}]")
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
@@ -169,7 +170,7 @@ _USUAL: Final = (("context", "auto"), ("mode", "standard"))
 """Values of `reasoning` that have no effect."""
 
 
-def _check_item(item: Any, where: str) -> None:
+def _check_item(item: Any, where: str, images: bool) -> None:
     """Raises ApiError 400 for unused members. The conversion checks the rest."""
     if not isinstance(item, dict):
         return
@@ -187,8 +188,14 @@ def _check_item(item: Any, where: str) -> None:
     for name in ("content", "output", "summary"):
         parts = item.get(name)
         for j, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+            if not isinstance(part, dict):
+                continue
+            if part.get("type") in ("input_text", "output_text"):
                 check_unknown(part, _PART, harmless=(), where=f"{where}.{name}[{j}].")
+            if part.get("type") == "input_image":
+                if not images:
+                    raise unsupported(f"{where}.{name}[{j}]", "this model reads texts only")
+                check_unknown(part, _IMAGE, harmless=(), where=f"{where}.{name}[{j}].")
 
 
 def _check_tool(tool: Any, where: str) -> None:

@@ -1,0 +1,222 @@
+"""What requests wait for together, what they hold and for how long, and what becomes of one that cannot be answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from treeline_runtime.media import pool as pools
+from treeline_runtime.media.fetch import FetchError
+from treeline_runtime.media.files import MediaFiles, Stored
+from treeline_runtime.media.pool import Image, MediaPool
+from treeline_runtime.media.reading import MediaReader
+from treeline_runtime.media.sources import MediaRules, PromptMedia, Source
+from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.server.errors import ApiError, invalid
+from treeline_runtime.server.jobs import GenerateTask
+from treeline_runtime.server.limits import ByteBudget, Limits, TooMuchInFlight
+from treeline_wire.media import MediaSpec, item_digest, item_ids
+
+SPEC = MediaSpec({"image": "<i>"}, "processor")
+LIMITS = Limits(100, 100)
+PLACEHOLDER = 7
+
+
+class Asked:
+    """As much of a request as reading sees."""
+
+    def __init__(self, client: str | None = None) -> None:
+        self.client = client
+        self.held: Any = None
+
+
+class FakePool:
+    """Decodes an image to as many tokens as it has bytes, when it is let go."""
+
+    def __init__(self, files: MediaFiles) -> None:
+        self.files = files
+        self.decoded: list[bytes] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.called = asyncio.Semaphore(0)
+
+    async def process(self, image: Image) -> None:
+        self.decoded.append(image.data)
+        self.called.release()
+        await self.go.wait()
+        if image.data.startswith(b"bad"):
+            raise invalid(image.param, "it is broken")
+        size = len(image.data)
+        made = Stored(self.files.path_of(image.digest), size, size, (1, 2, 2 * size), (size,))
+        with self.files.writing(image.digest, made) as file:
+            file.write(image.data)
+
+
+class FakeFetcher:
+    async def fetch(self, url: str, client: str | None, grow: Callable[[int], None]) -> bytes:
+        if "refused" in url:
+            raise FetchError("its domain is strange", busy="busy" in url)
+        grow(3)
+        return b"far"
+
+
+class World:
+    def __init__(self, files: MediaFiles, timeout_s: float = 60.0) -> None:
+        self.files = files
+        self.pool = FakePool(files)
+        self.budget = ByteBudget(1000)
+        pool: Any = self.pool
+        fetcher: Any = FakeFetcher()
+        self.reader = MediaReader(MediaRules(SPEC, 8), {PLACEHOLDER: "image"}, pool, files, fetcher, timeout_s)
+
+    async def read(self, asked: Any, *images: bytes | str, most: int | None = None, room: int = 50) -> GenerateReq:
+        sources = tuple(
+            Source("image", f"p{i}", image)
+            if isinstance(image, str)
+            else Source("image", f"p{i}", "", image, item_digest("image", image, SPEC.fingerprint))
+            for i, image in enumerate(images)
+        )
+        prompt = GenerateReq("", [1, *[PLACEHOLDER] * len(images), 2], SamplingParams(max_new_tokens=room))
+        task = GenerateTask(rid="r", prompts=[prompt], batched=False, with_text=False)
+        task = replace(task, media=[PromptMedia(sources, most)])
+        made = await self.reader.read(task, asked, LIMITS, self.budget)
+        assert made.media == []
+        return made.prompts[0]
+
+    def uses(self, image: bytes) -> int:
+        found = self.files.hold(item_digest("image", image, SPEC.fingerprint))
+        assert found is not None
+        found.uses -= 1
+        return found.uses
+
+
+def contents(made: GenerateReq) -> list[bytes]:
+    return [Path(item.path).read_bytes() for item in made.items]
+
+
+@pytest.fixture
+def files() -> Iterator[MediaFiles]:
+    made = MediaFiles(1000)
+    yield made
+    made.close()
+
+
+async def test_a_prompt_gets_its_items(files: MediaFiles) -> None:
+    world, asked = World(files), Asked()
+    made = await world.read(asked, b"12", b"345")
+    digests = [item_digest("image", data, "processor") for data in (b"12", b"345")]
+    assert made.input_ids == [1, *item_ids(digests[0], 2), *item_ids(digests[1], 3), 2]
+    assert [(item.start, item.count, item.digest) for item in made.items] == [(1, 2, digests[0]), (3, 3, digests[1])]
+    assert contents(made) == [b"12", b"345"]
+    assert world.budget.used == 0, "the bytes themselves are gone"
+
+
+async def test_files_stay_until_the_request_ends(files: MediaFiles) -> None:
+    world, one, two = World(files), Asked(), Asked()
+    await world.read(one, b"12", b"12")
+    await world.read(two, b"12")
+    assert world.uses(b"12") == 3
+    one.held.release()
+    one.held.release()
+    assert world.uses(b"12") == 1
+    two.held.release()
+    assert world.uses(b"12") == 0
+
+
+async def test_a_fetched_image_is_known_by_its_bytes(files: MediaFiles) -> None:
+    world = World(files)
+    (item,) = (await world.read(Asked(), "https://e.org/x")).items
+    assert item.digest == item_digest("image", b"far", "processor")
+    for url, status in (("https://refused", 400), ("https://refused/busy", 503)):
+        with pytest.raises(ApiError) as refused:
+            await world.read(Asked(), url)
+        assert refused.value.status == status
+    assert world.budget.used == 0
+
+
+async def test_one_broken_image_refuses_the_request_alone(files: MediaFiles) -> None:
+    world, asked = World(files), Asked()
+    with pytest.raises(ApiError) as refused:
+        await world.read(asked, b"12", b"bad", b"345")
+    assert refused.value.told["param"] == "p1"
+    asked.held.release()
+    assert world.uses(b"12") == 0
+    assert world.budget.used == 0
+
+
+async def test_requests_of_a_client_wait_for_one_decoding(files: MediaFiles) -> None:
+    world = World(files)
+    world.pool.go.clear()
+    same = [asyncio.create_task(world.read(Asked("a"), b"12")) for _ in range(5)]
+    await world.pool.called.acquire()
+    other = asyncio.create_task(world.read(Asked("b"), b"12"))
+    await world.pool.called.acquire()
+    same[0].cancel()
+    world.pool.go.set()
+    done = await asyncio.gather(*same, other, return_exceptions=True)
+    assert [isinstance(one, GenerateReq) for one in done] == [False, True, True, True, True, True]
+    assert len(world.pool.decoded) == 2, "one for each client"
+    assert world.uses(b"12") == 5
+
+
+async def test_a_request_that_leaves_holds_nothing(files: MediaFiles) -> None:
+    world, asked = World(files), Asked()
+    await world.read(Asked(), b"12")
+    world.pool.go.clear()
+    left = asyncio.create_task(world.read(asked, b"12", b"345"))
+    for _ in range(2):
+        await world.pool.called.acquire()
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    asked.held.release()
+    assert world.uses(b"12") == 1
+    world.pool.go.set()
+    await world.read(Asked(), b"345")
+    assert world.uses(b"345") == 1
+    assert world.budget.used == 0
+
+
+async def test_what_takes_too_long_is_refused(files: MediaFiles) -> None:
+    world = World(files, timeout_s=0.01)
+    world.pool.go.clear()
+    with pytest.raises(ApiError, match="--media-timeout") as refused:
+        await world.read(Asked(), b"12")
+    assert refused.value.status == 503
+
+
+async def test_bytes_that_wait_count(files: MediaFiles) -> None:
+    world = World(files)
+    world.budget.used = 900
+    with pytest.raises(TooMuchInFlight):
+        await world.read(Asked("a"), b"x" * 60)
+    assert world.budget.used == 900
+
+
+async def test_images_leave_less_of_the_context(files: MediaFiles) -> None:
+    world = World(files)
+    assert (await world.read(Asked(), b"x" * 40)).sampling.max_new_tokens == 50
+    assert (await world.read(Asked(), b"x" * 70)).sampling.max_new_tokens == 28, "as much as there is room for"
+    for length, asked in ((70, 50), (99, None), (98, None)):
+        with pytest.raises(ApiError) as refused:
+            await world.read(Asked(), b"x" * length, most=asked)
+        assert refused.value.told["code"] == "context_length_exceeded"
+
+
+async def test_the_client_with_most_images_is_refused_first(files: MediaFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MAX_WAITING", 4)
+    pool = MediaPool("/nowhere", 1, files)  # not started: everything waits
+    greedy = [asyncio.create_task(pool.process(Image(b"%d" % i, b"x", "p", 9, "a"))) for i in range(4)]
+    await asyncio.sleep(0)
+    modest = asyncio.create_task(pool.process(Image(b"m", b"x", "p", 9, "b")))
+    with pytest.raises(ApiError) as refused:
+        await greedy[3]
+    assert refused.value.status == 503
+    await pool.stop()
+    for task in (*greedy[:3], modest):
+        with pytest.raises(ApiError, match="shutting down"):
+            await task
