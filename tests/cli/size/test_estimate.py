@@ -68,8 +68,9 @@ CASES = [
     for settings in VARIED
     for gpu_name in ("h200", "l4", "t4")
     # others are refused, see below
-    if not ("quantization" in settings and model(name).moe) and not ("kv_cache_dtype" in settings and gpu_name == "t4")
-    and not (model(name).vision and settings.keys() & {"tp_size", "pp_size"})
+    if not ("quantization" in settings and model(name).moe)
+    and not ("kv_cache_dtype" in settings and gpu_name == "t4")
+    and not ({"tp_size", "pp_size"} & set(settings) and model(name).vision)
 ]
 
 

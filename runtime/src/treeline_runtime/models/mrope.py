@@ -31,8 +31,8 @@ def positions_of(config: MRopeConfig, length: int, items: Sequence[MediaItem]) -
         found[:, index : item.start] = np.arange(position, position + before)
         position += before
         frames, rows, columns = item.grid[0], item.grid[1] // config.merge, item.grid[2] // config.merge
-        # Videos are taken for two pictures a second, one frame of patches. Frames of very few tokens are put
-        # closer together than they were trained, so that no position is above its index.
+        # A frame is taken for a second, as it has two pictures and processors take two a second. Frames of very few
+        # tokens are put closer together than they were trained, so that no position is above its index.
         step = min(config.frame_step, rows * columns)
         places = np.indices((frames, rows, columns)).reshape(3, -1)
         places[0] *= step
