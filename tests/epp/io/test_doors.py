@@ -26,6 +26,7 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import ApiReader, Reader
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_wire.apis import anthropic as anthropic_api
+from treeline_wire.apis import ollama as ollama_api
 from treeline_wire.apis import responses as responses_api
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -259,6 +260,7 @@ LATE = {"role": "system", "content": "late"}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": "é", "y": [1]}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [part("1"), part("2")]}
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": "é"}'}
+CALLED = {"name": "f", "arguments": {"x": 1}}
 AT_DOORS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "q", "instructions": "S"}),
     ("/v1/responses", {"input": [user([part("a", "input_text"), part("b", "input_text")]), LATE, user("r")]}),
@@ -304,7 +306,28 @@ AT_DOORS: list[tuple[str, dict[str, Any]]] = [
         "/v1/messages",
         {"messages": [user("q")], "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}},
     ),
+    ("/api/chat", {"messages": [{"role": "system", "content": "S"}, user("q")], "think": False}),
+    (
+        "/api/chat",
+        {
+            "messages": [
+                user("q"),
+                {"role": "assistant", "thinking": "hm", "content": "a", "tool_calls": [{"function": CALLED}]},
+                {"role": "tool", "tool_name": "f", "content": "2"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            "think": "high",
+        },
+    ),
+    ("/api/chat", {"messages": [user("q"), {"role": "assistant", "content": "so far"}]}),
+    ("/api/generate", {"prompt": "q", "system": "S", "think": True}),
 ]
+CONVERSIONS: dict[str, Any] = {
+    "/v1/responses": (responses_api.to_chat, "input"),
+    "/v1/messages": (anthropic_api.to_chat, "messages"),
+    "/api/chat": (ollama_api.to_chat, "messages"),
+    "/api/generate": (ollama_api.text_to_chat, "prompt"),
+}
 
 
 @pytest.mark.parametrize(("path", "body"), AT_DOORS, ids=str)
@@ -313,7 +336,7 @@ def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: 
     lists = SHOWN.replace(
         "{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
     )
-    convert, name = (responses_api, "input") if path == "/v1/responses" else (anthropic_api, "messages")
+    convert, name = CONVERSIONS[path]
     for template in (SHOWN, lists, FIRST_ONLY if path == "/v1/messages" else SHOWN):
         served = registry("treeline", template, ALONE + template)
         keyer = served.keyer_of("default")
@@ -324,7 +347,7 @@ def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: 
         )
         with contextlib.closing(Prompts(bundle)) as prompts:
             reader = ApiReader(Reader("tiny", prompts, SamplingDefaults()), body, Limits(4096, 4096), Caller())
-            ids = prompts.of_chat(reader.converted(convert.to_chat, name))
+            ids = prompts.of_chat(reader.converted(convert, name))
             found = routed(path, {"model": "tiny", **body}, served)
             assert found.key == keyer.keys.block_key(ids)
 

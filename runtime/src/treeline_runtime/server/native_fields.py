@@ -9,7 +9,8 @@ from msgspec import Meta, Struct
 from treeline_runtime.messages import CustomProcessor
 from treeline_runtime.server import grammars, openai, tools
 from treeline_runtime.server import sampling as shared
-from treeline_runtime.server.fields import HARMLESS, Body
+from treeline_runtime.server.errors import wrong
+from treeline_runtime.server.fields import HARMLESS, Body, check_unknown, convert
 from treeline_runtime.server.sampling import Count, Priority, SamplingFields, Seed, TokenId, TopCount
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
@@ -28,6 +29,24 @@ class NativeSampling(SamplingFields, frozen=True):
     sampling_seed: Seed | None = None
     custom_logit_processor: shared.ProcessorName | None = None
     custom_params: dict[str, Any] | None = None
+
+
+def read_sampling(params: Any) -> tuple[NativeSampling, grammars.Constraint | None]:
+    """The parameters of a prompt, and their constraint. Raises ApiError 400."""
+    if not isinstance(params, dict):
+        raise wrong("sampling_params", "'sampling_params' must be an object")
+    check_unknown(params, NativeSampling.__struct_fields__, where="sampling_params.")
+    typed = convert(params, NativeSampling, "sampling_params.")
+    return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
+
+
+def of_each(value: Any, count: int, param: str) -> list[Any]:
+    """The value for each of `count` prompts. Raises ApiError 400."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise wrong(param, f"{len(value)} values of {param!r} for {count} prompts")
+    return value
 
 
 def read_processor(sampling: NativeSampling, name: str | None, params: dict[str, Any] | None) -> CustomProcessor | None:

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
-from treeline_wire.apis import anthropic, responses
-from treeline_wire.apis.conversion import Context, Conversation, items_of
+from treeline_wire.apis import anthropic, ollama, responses
+from treeline_wire.apis.conversion import Context, Convert, items_of
 from treeline_wire.chat import TemplateBusyError
 from treeline_wire.prompt import Prompt, PromptError
 
@@ -23,7 +23,7 @@ from treeline_runtime.messages import GenerateReq
 from treeline_runtime.server import formats, grammars, jobs, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
-from treeline_runtime.server.apis import anthropic_fields, responses_fields
+from treeline_runtime.server.apis import anthropic_fields, ollama_fields, responses_fields
 from treeline_runtime.server.apis.answers import InputTokens, TokenCount
 from treeline_runtime.server.errors import (
     ApiError,
@@ -35,7 +35,7 @@ from treeline_runtime.server.errors import (
     unsupported,
     wrong,
 )
-from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
+from treeline_runtime.server.fields import IGNORED, convert, json_object
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
@@ -77,6 +77,8 @@ class Reader(openai.ModelFacts):
             "messages": lambda *read: ApiReader(self, *read).messages(),
             "count_tokens": lambda *read: ApiReader(self, *read).count_tokens(),
             "input_tokens": lambda *read: ApiReader(self, *read).input_tokens(),
+            "ollama_chat": lambda *read: self._ollama(ollama_fields.CHAT, *read),
+            "ollama_generate": lambda *read: self._ollama(ollama_fields.GENERATE, *read),
         }
         noted = dict[str, None]()
         IGNORED.set(noted)
@@ -84,6 +86,8 @@ class Reader(openai.ModelFacts):
         try:
             raw = json_object(body)
             ranks = [(name, raw.pop(name)) for name in RANK_FIELDS if name in raw]
+            if kind in ("ollama_chat", "ollama_generate") and isinstance(raw.get("model"), str):
+                raw["model"] = ollama.without_tag(raw["model"], {self.name, *caller.adapters}.__contains__)
             adapter = self._take_adapter(raw, caller.adapters)
             if adapter is not None:
                 caller = replace(caller, adapter=caller.adapters[adapter])
@@ -146,6 +150,28 @@ class Reader(openai.ModelFacts):
         task.check_copies()
         return task
 
+    # ---- Ollama's -------------------------------------------------------------------------------------------
+
+    def _ollama(
+        self, api: ollama_fields.Api, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller
+    ) -> jobs.ChatTask | jobs.Answered:
+        body, options = ollama_fields.read_ollama(raw, api)
+        self.check_model(body.model)
+        if not raw.get(api.prompt):  # what clients send to load a model
+            loaded = ollama_fields.answer(self.name, chat=api is ollama_fields.CHAT, done=True, done_reason="load")
+            return jobs.Answered(body=encode_json(loaded))
+        more = ollama_fields.chat_fields(body, options)
+        if raw.get("raw"):
+            with renamed(api.NAMES, api.MEMBERS):
+                text = self._completion({"prompt": raw["prompt"], "max_tokens": 1, **more}, limits, caller)
+            task = jobs.ChatTask(**{name: getattr(text, name) for name in jobs.TextTask.__struct_fields__})
+        else:
+            task = ApiReader(self, raw, limits, caller).chat(api.convert, api.prompt, api, more, body.stream)
+        most = limits.max_new_tokens(task.prompt_tokens, None, None, api.prompt)
+        if options.num_predict is not None and options.num_predict > 0:
+            most = min(most, options.num_predict)
+        return replace(task.sampled(max_new_tokens=most), stream=body.stream is not False)
+
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
     def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.GenerateTask:
@@ -195,13 +221,13 @@ class Reader(openai.ModelFacts):
     ) -> tuple[list[GenerateReq], int]:
         """The request for each prompt, and `n`, which must be the same for all."""
         count = len(prompts)
-        columns = zip(prompts, *(_each(getattr(body, name), count, name) for name in _OF_EACH), strict=True)
+        columns = zip(prompts, *(native.of_each(getattr(body, name), count, name) for name in _OF_EACH), strict=True)
         made: list[GenerateReq] = []
         ns: set[int] = set()
-        last, fields = None, _native_sampling({})
+        last, fields = None, native.read_sampling({})
         for ids, params, processor, custom, logprob, start, top in columns:
             if params is not last:  # what counts for all is read once
-                last, fields = params, _native_sampling({} if params is None else params)
+                last, fields = params, native.read_sampling({} if params is None else params)
             typed, constraint = fields
             sampling = typed.params(
                 self.defaults,
@@ -300,22 +326,6 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
         raise wrong(param, f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request")
 
 
-def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Constraint | None]:
-    if not isinstance(params, dict):
-        raise wrong("sampling_params", "'sampling_params' must be an object")
-    check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
-    typed = convert(params, native.NativeSampling, "sampling_params.")
-    return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
-
-
-def _each(value: Any, count: int, param: str) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise wrong(param, f"{len(value)} values of {param!r} for {count} prompts")
-    return value
-
-
 def read_chat_task(
     raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: jobs.Caller
 ) -> jobs.ChatTask:
@@ -396,9 +406,6 @@ def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | Non
     return Parsing(reasoning, tools, functions, end)
 
 
-Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
-
-
 @dataclass(frozen=True)
 class ApiReader:
     """Reads a body of another chat API by way of a chat: wire's conversion makes the messages, as in the picker. Raises
@@ -415,7 +422,7 @@ class ApiReader:
         if body.rid is None and body.request_id is None:
             more["rid"] = f"resp_{uuid.uuid4().hex}"
         with responses_fields.uncut(body):
-            task = self._chat(responses.to_chat, "input", responses_fields, more, body.stream)
+            task = self.chat(responses.to_chat, "input", responses_fields, more, body.stream)
         sampling = task.prompts[0].sampling
         try:
             repeated = encode_json(responses_fields.shown(body, sampling.temperature, sampling.top_p))
@@ -438,10 +445,10 @@ class ApiReader:
     def messages(self) -> jobs.ChatTask:
         body = anthropic_fields.read_messages(self.raw)
         more = anthropic_fields.chat_fields(body, self.raw) | {"rid": body.rid or f"msg_{uuid.uuid4().hex}"}
-        task = self._chat(anthropic.to_chat, "messages", anthropic_fields, more, body.stream)
+        task = self.chat(anthropic.to_chat, "messages", anthropic_fields, more, body.stream)
         assert body.max_tokens is not None
         most = task.prompts[0].sampling.max_new_tokens
-        task = _sampled(task, max_new_tokens=min(most, body.max_tokens))
+        task = task.sampled(max_new_tokens=min(most, body.max_tokens))
         return replace(task, fills_context=body.max_tokens > most)
 
     def count_tokens(self) -> jobs.Answered:
@@ -456,8 +463,13 @@ class ApiReader:
         with renamed(api.NAMES, api.MEMBERS):
             return len(self.model.prompts.of_chat(chat, self.limits, openai.namespace(chat, self.caller)))
 
-    def _chat(
-        self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
+    def chat(
+        self,
+        convert: Convert,
+        name: str,
+        api: ModuleType | ollama_fields.Api,
+        more: dict[str, Any],
+        stream: bool | None,
     ) -> jobs.ChatTask:
         """The request as a chat. `name`: as `converted`'s; `api`: its field names; `more`: no prompt reads these."""
         converted = self.converted(convert, name)
@@ -466,7 +478,7 @@ class ApiReader:
         # Whether its grammar can be compiled shows later: it is blamed on what the API calls it.
         param = task.prompts[0].sampling.grammar_param
         if param is not None:
-            task = _sampled(task, grammar_param=renamed_param(param, api.NAMES, api.MEMBERS))
+            task = task.sampled(grammar_param=renamed_param(param, api.NAMES, api.MEMBERS))
         return replace(task, stream=bool(stream))
 
     def converted(self, convert: Convert, name: str) -> dict[str, Any]:
@@ -481,8 +493,3 @@ class ApiReader:
         if made.unknown is not None:
             raise unsupported(made.unknown.param, made.unknown.why)
         return made.body
-
-
-def _sampled(task: jobs.ChatTask, **changed: Any) -> jobs.ChatTask:
-    (prompt,) = task.prompts
-    return replace(task, prompts=[replace(prompt, sampling=replace(prompt.sampling, **changed))])
