@@ -19,15 +19,13 @@ from treeline_epp.requests.body import Body, RouteRequest
 from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
+from treeline_epp.requests.prompts import door_of
 from treeline_epp.requests.refusals import Refusal
 from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import ApiReader, Reader
 from treeline_runtime.server.sampling import SamplingDefaults
-from treeline_wire.apis import anthropic as anthropic_api
-from treeline_wire.apis import ollama as ollama_api
-from treeline_wire.apis import responses as responses_api
 from treeline_wire.tokenizer import TokenizerBundle
 
 ENGINES = ("treeline", "vllm", "sglang")
@@ -322,12 +320,6 @@ AT_DOORS: list[tuple[str, dict[str, Any]]] = [
     ("/api/chat", {"messages": [user("q"), {"role": "assistant", "content": "so far"}]}),
     ("/api/generate", {"prompt": "q", "system": "S", "think": True}),
 ]
-CONVERSIONS: dict[str, Any] = {
-    "/v1/responses": (responses_api.to_chat, "input"),
-    "/v1/messages": (anthropic_api.to_chat, "messages"),
-    "/api/chat": (ollama_api.to_chat, "messages"),
-    "/api/generate": (ollama_api.text_to_chat, "prompt"),
-}
 
 
 @pytest.mark.parametrize(("path", "body"), AT_DOORS, ids=str)
@@ -336,7 +328,9 @@ def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: 
     lists = SHOWN.replace(
         "{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
     )
-    convert, name = CONVERSIONS[path]
+    door = door_of(path)
+    assert door is not None
+    assert door.convert is not None
     for template in (SHOWN, lists, FIRST_ONLY if path == "/v1/messages" else SHOWN):
         served = registry("treeline", template, ALONE + template)
         keyer = served.keyer_of("default")
@@ -347,7 +341,7 @@ def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: 
         )
         with contextlib.closing(Prompts(bundle)) as prompts:
             reader = ApiReader(Reader("tiny", prompts, SamplingDefaults()), body, Limits(4096, 4096), Caller())
-            ids = prompts.of_chat(reader.converted(convert, name))
+            ids = prompts.of_chat(reader.converted(door.convert, door.prompt[0]))
             found = routed(path, {"model": "tiny", **body}, served)
             assert found.key == keyer.keys.block_key(ids)
 
