@@ -113,7 +113,7 @@ class ServerArgs(SchedulerConfig):
         "auto",
         group="serving",
         metavar="NAME",
-        help="format of reasoning (deepseek_r1, qwen3, …); none = leave it in (default: auto: by the template)",
+        help="format of reasoning (deepseek_r1, …); none = leave it in the text (default: auto: by template)",
     )
     strict_schemas: bool = setting(
         False,

@@ -192,6 +192,40 @@ def test_an_error_ends_its_request_and_not_the_stream(client: Client) -> None:
     assert texts_of(second.infer_response)
 
 
+def test_the_bytes_of_tritons_client_are_read_and_answered() -> None:
+    """As tritonclient 2.73 writes and reads them."""
+    sent = (
+        b'\n\x01m\x12\x011\x1a\x017"\x10\n\nmax_tokens\x12\x02\x10\x03*\x1c\n\ntext_input\x12\x05BYTES\x1a\x01\x01*\x04B\x02hi*\x16\n'
+        b"\x06stream\x12\x04BOOL\x1a\x01\x01*\x03\n\x01\x012\r\n\x0btext_output:\x06\x02\x00\x00\x00hi"
+    )
+    request = pb.ModelInferRequest.FromString(sent)
+    assert (request.model_name, request.model_version, request.id) == ("m", "1", "7")
+    assert request.parameters["max_tokens"].int64_param == 3
+    text, stream = request.inputs
+    assert (text.name, text.datatype, [*text.shape], [*text.contents.bytes_contents]) == (
+        "text_input",
+        "BYTES",
+        [1],
+        [b"hi"],
+    )
+    assert (stream.name, stream.datatype, [*stream.contents.bool_contents]) == ("stream", "BOOL", [True])
+    assert ([one.name for one in request.outputs], [*request.raw_input_contents]) == (["text_output"], [b"\2\0\0\0hi"])
+    answer = pb.ModelInferResponse(model_name="m", model_version="1", id="7", raw_output_contents=[b"\2\0\0\0hi"])
+    answer.parameters["n"].int64_param = 3
+    answer.outputs.add(name="text_output", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hi")
+    made = pb.ModelStreamInferResponse(error_message="e", infer_response=answer)
+    assert made.SerializeToString(deterministic=True) == (
+        b'\n\x01e\x129\n\x01m\x12\x011\x1a\x017"\x07\n\x01n\x12\x02\x10\x03*\x1d\n\x0btext_output\x12\x05BYTES\x1a\x01\x01*\x04B\x02hi2'
+        b"\x06\x02\x00\x00\x00hi"
+    )
+
+
+def test_parameters_about_the_protocol_are_left_out(client: Client) -> None:
+    request = asked("hello", max_tokens=1)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    assert texts_of(client("ModelInfer", request))
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,8 @@ _FLOATS: Final = frozenset(
     {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 )
 """Numbers that may be texts, since KServe's parameters have none with a fraction."""
+_TRITONS: Final = "triton_"
+"""The beginning of parameters about the protocol, such as empty final responses, which there are none of."""
 _INPUTS: Final = ("text_input", "sampling_parameters")
 _OUTPUTS: Final = ("text_output", "finish_reason")
 
@@ -171,7 +173,8 @@ class InferenceService:
         texts = [_text(one, "text_input") for one in tensors.pop("text_input")]
         stream, alone = (_only(tensors.pop(name, [default]), name) for name, default in _FLAGS)
         written = tensors.pop("sampling_parameters", None)
-        given = {name: _value(parameter) for name, parameter in request.parameters.items()}
+        parameters = ((name, one) for name, one in request.parameters.items() if not name.startswith(_TRITONS))
+        given = {name: _value(one) for name, one in parameters}
         given |= {name: _only(elements, name) for name, elements in tensors.items()}
         given |= {} if written is None else json_object(_only(written, "sampling_parameters") or b"{}")
         priority = given.pop("priority", None)
