@@ -109,8 +109,8 @@ class Server:
                 inboxes.append(AsyncInbox(self._context, spec.addresses.of("http"), decode_to_http, on_message))
                 for process in self._children:
                     group.start(process, spec)
-            serving = [server.start() for server in servers]
             calls = await self._calls()
+            serving = [server.start() for server in servers]
             watchdog = asyncio.create_task(self._watch(group))
             health = asyncio.create_task(self._probes.health.watch())
             try:

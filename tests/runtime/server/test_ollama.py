@@ -135,6 +135,17 @@ def test_a_raw_prompt_is_continued_as_it_is(client: ollama.Client, http: httpx.C
         client.generate("random", "hello world", raw=True, system="S")
 
 
+def test_large_prompts_are_read_in_another_process(client: ollama.Client, http: httpx.Client) -> None:
+    text = "hello world " * 900
+    theirs = [
+        http.post("/v1/completions", json={"prompt": text, "max_tokens": 2}).json(),
+        chat_of(http, [{"role": "user", "content": text}], max_tokens=2),
+    ]
+    for raw, expected in zip((True, False), theirs, strict=True):
+        made = client.generate("random:latest", text, raw=raw, options={"num_predict": 2})
+        assert (made.prompt_eval_count, made.done_reason) == (expected["usage"]["prompt_tokens"], "length")
+
+
 def test_an_empty_prompt_says_that_the_model_is_loaded(client: ollama.Client) -> None:
     generated, chatted = client.generate("random", ""), client.chat("random", [])
     assert (generated.done, generated.done_reason, generated.response) == (True, "load", "")

@@ -30,40 +30,28 @@ router = APIRouter()
 OllamaCall = Call[ChatTask | Answered]
 
 
-@schema.post(
-    router,
-    "/api/chat",
-    tag=schema.OLLAMA,
-    summary="Answer a chat",
-    body=ollama_fields.OllamaChatBody,
-    answer=answers.OllamaAnswer,
-    lines=answers.OllamaAnswer,
-    error=answers.OllamaError,
-)
-async def chat(call: Annotated[OllamaCall, call_of("ollama_chat", "generate")]) -> Response:
-    return await _answer(call, chat=True)
-
-
-@schema.post(
-    router,
-    "/api/generate",
-    tag=schema.OLLAMA,
-    summary="Answer a prompt",
-    body=ollama_fields.OllamaGenerateBody,
-    answer=answers.OllamaAnswer,
-    lines=answers.OllamaAnswer,
-    error=answers.OllamaError,
-)
-async def generate(call: Annotated[OllamaCall, call_of("ollama_generate", "generate")]) -> Response:
-    return await _answer(call, chat=False)
-
-
 async def _answer(call: OllamaCall, *, chat: bool) -> Response:
     service, asked, task = call
     if isinstance(task, Answered):
         return Answer(task.body)
-    model, began_ns = service.name_of(task), time.monotonic_ns() - int((time.monotonic() - asked.came_at) * 1e9)
-    return await service.answer(asked, task, OllamaLines(task, service.prompts, model, chat=chat, began_ns=began_ns))
+    lines = OllamaLines(task, service.prompts, service.name_of(task), chat=chat, came_at=asked.came_at)
+    return await service.answer(asked, task, lines)
+
+
+async def chat(call: Annotated[OllamaCall, call_of("ollama_chat", "generate")]) -> Response:
+    return await _answer(call, chat=True)
+
+
+async def generate(call: Annotated[OllamaCall, call_of("ollama_generate", "generate")]) -> Response:
+    return await _answer(call, chat=False)
+
+
+_ANSWER: dict[str, Any] = {"answer": answers.OllamaAnswer, "lines": answers.OllamaAnswer, "error": answers.OllamaError}
+for path, summary, body, endpoint in (
+    ("/api/chat", "Answer a chat", ollama_fields.OllamaChatBody, chat),
+    ("/api/generate", "Answer a prompt", ollama_fields.OllamaGenerateBody, generate),
+):
+    schema.post(router, path, tag=schema.OLLAMA, summary=summary, body=body, **_ANSWER)(endpoint)
 
 
 class OllamaLines(EventMaker):
@@ -71,11 +59,11 @@ class OllamaLines(EventMaker):
 
     media_type: ClassVar = "application/x-ndjson"
 
-    def __init__(self, task: ChatTask, prompts: Prompts, model: str, *, chat: bool, began_ns: int) -> None:
-        """`began_ns`: when the request came, in monotonic nanoseconds."""
+    def __init__(self, task: ChatTask, prompts: Prompts, model: str, *, chat: bool, came_at: float) -> None:
+        """`came_at`: when the request came, in monotonic seconds."""
         super().__init__(task, prompts)
         self._model, self._chat = model, chat
-        self._began_ns = self._first_ns = began_ns
+        self._came_at = self._first_at = came_at
         self._said, self._thought = list[str](), list[str]()
         self._calls = list[answers.OllamaCall]()
 
@@ -83,7 +71,7 @@ class OllamaLines(EventMaker):
         return encode_json(event) + b"\n"
 
     def begin(self, out: TextOut) -> Iterator[Event]:
-        self._first_ns = time.monotonic_ns()
+        self._first_at = time.monotonic()
         return iter(())
 
     def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
@@ -92,16 +80,16 @@ class OllamaLines(EventMaker):
         if finish.type not in ("stop", "length"):
             raise ApiError(500, finish.message or "The request was ended")
         yield from self.end_blocks(cut=finish.type == "length")
-        now = time.monotonic_ns()
+        before, after = self._first_at - self._came_at, time.monotonic() - self._first_at
         last = self._line(
             done=True,
             done_reason=finish.type,
-            total_duration=now - self._began_ns,
+            total_duration=_ns(before) + _ns(after),
             load_duration=0,
             prompt_eval_count=self.task.prompt_tokens,
-            prompt_eval_duration=self._first_ns - self._began_ns,
+            prompt_eval_duration=_ns(before),
             eval_count=out.completion_tokens,
-            eval_duration=now - self._first_ns,
+            eval_duration=_ns(after),
         )
         whole = self._line(
             text="".join(self._said),
@@ -134,3 +122,7 @@ class OllamaLines(EventMaker):
 
     def _line(self, **members: Any) -> answers.OllamaAnswer:
         return ollama_fields.answer(self._model, chat=self._chat, **members)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
