@@ -240,6 +240,12 @@ def test_parameters_about_the_protocol_are_left_out(client: Client) -> None:
         (asked("hello", more=[tensor("seed", b"x", datatype="FP16")]), "datatype"),
         (asked(), "text_input"),
         (asked("word " * 9000), "context length"),
+        (asked(*["x"] * 1025), "more than 1024"),
+        (asked("hello", more=[tensor(f"t{i}", b"x") for i in range(64)]), "more than 64"),
+        (asked("hello", more=[tensor("sampling_parameters", b"[" * 9)]), "JSON"),
+        (asked("hello", more=[tensor("sampling_parameters", b" " * 70_000 + b"{}")]), "JSON"),
+        (asked("hello", more=[tensor("max_tokens", b"\xff")]), "UTF-8"),
+        (asked("hello", more=[tensor("top_p", b"much")]), "top_p"),
     ],
 )
 def test_a_wrong_request_is_an_invalid_argument(client: Client, message: Any, named: str) -> None:
@@ -272,7 +278,7 @@ def test_nobody_gets_in_without_the_key(client: Client) -> None:
 
 
 def test_a_message_over_the_limit_is_refused(client: Client) -> None:
-    large = asked("x" * (33 << 20))
+    large = asked("x" * (4 << 20))
     refused(grpc.StatusCode.RESOURCE_EXHAUSTED, lambda: client("ModelInfer", large))
 
 

@@ -187,6 +187,7 @@ def test_a_stop_token_is_reported_and_a_grammar_holds(tiny: tuple[Any, httpx.Cli
         ({"sampling": {"max_new_tokens": 1 << 20}}, "context length"),
         ({"sampling": {"min_p": 7.0}}, "min_p"),
         ({"sampling": {"n": 5000}}, "n"),
+        ({"sampling": {"stop": ["x"] * 2000}}, "stop"),
         ({"sampling": {"stop_token_ids": [1 << 31]}}, "stop_token_ids"),
         ({"mm_inputs": theirs.MultimodalInputs(image_urls=["x"])}, "mm_inputs"),
         ({"disaggregated_params": theirs.DisaggregatedParams(bootstrap_host="x")}, "disaggregated_params"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -20,6 +21,7 @@ from treeline_runtime.grpc.calls import Context, generating, streaming, told, un
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server.errors import ApiError, UnknownModel, invalid, missing, unsupported
 from treeline_runtime.server.fields import json_object
+from treeline_runtime.server.limits import MAX_CONTROL_BYTES, MAX_GENERATIONS
 from treeline_runtime.server.probes import Probes
 from treeline_runtime.server.service import Service
 
@@ -51,6 +53,8 @@ _FLOATS: Final = frozenset(
 """Numbers that may be texts, since KServe's parameters have none with a fraction."""
 _TRITONS: Final = "triton_"
 """The beginning of parameters about the protocol, such as empty final responses, which there are none of."""
+MAX_NAMED: Final = 64
+"""The most tensors or parameters of a request, and dimensions of a tensor."""
 _INPUTS: Final = ("text_input", "sampling_parameters")
 _OUTPUTS: Final = ("text_output", "finish_reason")
 
@@ -60,8 +64,8 @@ class _Asked(NamedTuple):
 
     body: dict[str, Any]
     """Of `/generate`."""
-    prompts: list[str]
-    """What each output begins with."""
+    begins: list[str]
+    """What the outputs of each prompt begin with."""
 
 
 class InferenceService:
@@ -126,9 +130,7 @@ class InferenceService:
         asked = self._read(request)
         if asked.body["stream"]:
             raise unsupported("stream", "ModelInfer has one answer: use ModelStreamInfer")
-        async for response in self._answers(request, asked, context, "ModelInfer"):
-            return response
-        raise AssertionError("there is an answer")
+        return await self._whole(request, asked, context, "ModelInfer")
 
     async def _stream(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -136,36 +138,44 @@ class InferenceService:
         """Answers the requests in their order. An error ends its request, not the stream."""
         async for request in requests:
             try:
-                async for made in self._answers(request, self._read(request), context, "ModelStreamInfer"):
-                    yield pb.ModelStreamInferResponse(infer_response=made)
+                asked = self._read(request)
+                if not asked.body["stream"]:
+                    whole = await self._whole(request, asked, context, "ModelStreamInfer")
+                    yield pb.ModelStreamInferResponse(infer_response=whole)
+                    continue
+                async with aclosing(self._parts(request, asked, context)) as parts:
+                    async for part in parts:
+                        yield pb.ModelStreamInferResponse(infer_response=part)
             except Exception as error:
                 about = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
                 yield pb.ModelStreamInferResponse(error_message=told(error).told["message"], infer_response=about)
 
-    async def _answers(
+    async def _whole(
         self, request: pb.ModelInferRequest, asked: _Asked, context: Context, method: str
-    ) -> AsyncGenerator[pb.ModelInferResponse]:
-        """The whole answer, or as it comes: new texts, and which generation they are of."""
-        whole = not asked.body["stream"]
+    ) -> pb.ModelInferResponse:
         async with generating(self._service, context, f"/{SERVICE}/{method}", asked.body) as (task, inflight):
-            if whole:
-                outs = await self._service.collect(inflight)
-                begins = [asked.prompts[index // task.n] for index in range(len(outs))]
-                yield _response(request, outs, begins, last=True)
-                return
-            left = set(range(task.generations))
-            begins = [asked.prompts[index // task.n] for index in range(task.generations)]
+            outs = await self._service.collect(inflight)
+        return _response(request, outs, [begin for begin in asked.begins for _ in range(task.n)], last=True)
+
+    async def _parts(
+        self, request: pb.ModelInferRequest, asked: _Asked, context: Context
+    ) -> AsyncGenerator[pb.ModelInferResponse]:
+        """The answer as it comes: new texts, and which generation they are of."""
+        async with generating(self._service, context, f"/{SERVICE}/ModelStreamInfer", asked.body) as (task, inflight):
+            left, begins = task.generations, [begin for begin in asked.begins for _ in range(task.n)]
             while ready := await inflight.next():
                 for index, out in ready:
                     self._service.check_finish(out.finish)
-                    left -= {index} if out.finish is not None else set()
-                    response = _response(request, [out], [begins[index]], last=not left)
-                    response.parameters["index"].int64_param = index
+                    left -= out.finish is not None
+                    part = _response(request, [out], [begins[index]], last=not left)
+                    part.parameters["index"].int64_param = index
                     begins[index] = ""
-                    yield response
+                    yield part
 
     def _read(self, request: pb.ModelInferRequest) -> _Asked:
         """Raises ApiError 400 or 404."""
+        if max(len(request.inputs), len(request.parameters), len(request.outputs)) > MAX_NAMED:
+            raise invalid("inputs", f"more than {MAX_NAMED} tensors or parameters")
         tensors = _elements(request)
         adapter = self._adapter(request.model_name)
         if not tensors.get("text_input"):
@@ -176,7 +186,7 @@ class InferenceService:
         parameters = ((name, one) for name, one in request.parameters.items() if not name.startswith(_TRITONS))
         given = {name: _value(one) for name, one in parameters}
         given |= {name: _only(elements, name) for name, elements in tensors.items()}
-        given |= {} if written is None else json_object(_only(written, "sampling_parameters") or b"{}")
+        given |= {} if written is None else _written(_only(written, "sampling_parameters"))
         priority = given.pop("priority", None)
         body = {
             "text": texts,
@@ -208,12 +218,15 @@ def _elements(request: pb.ModelInferRequest) -> dict[str, list[Any]]:
         if tensor.datatype not in _TYPES:
             raise invalid(f"inputs.{tensor.name}", f"expected a datatype of {', '.join(_TYPES)}")
         member, kind = _TYPES[tensor.datatype]
+        given = len(getattr(tensor.contents, member))
+        if len(tensor.shape) > MAX_NAMED or max(given, math.prod(tensor.shape)) > MAX_GENERATIONS:
+            raise invalid(f"inputs.{tensor.name}", f"more than {MAX_GENERATIONS} elements, or {MAX_NAMED} dimensions")
         if not raw:
             elements = list(getattr(tensor.contents, member))
         elif not kind:
             elements = _framed(raw[i], tensor.name)
-        elif len(raw[i]) % np.dtype(kind).itemsize:
-            raise invalid(f"inputs.{tensor.name}", "its contents end inside an element")
+        elif len(raw[i]) != np.dtype(kind).itemsize * math.prod(tensor.shape):
+            raise invalid(f"inputs.{tensor.name}", f"its contents do not have the shape {[*tensor.shape]}")
         else:
             elements = np.frombuffer(raw[i], kind).tolist()
         if len(elements) != math.prod(tensor.shape):
@@ -225,7 +238,7 @@ def _elements(request: pb.ModelInferRequest) -> dict[str, list[Any]]:
 def _framed(raw: bytes, name: str) -> list[bytes]:
     """Elements of BYTES, each after its size."""
     found, at = list[bytes](), 0
-    while at < len(raw):
+    while at < len(raw) and len(found) <= MAX_GENERATIONS:
         size = int.from_bytes(raw[at : at + 4], "little")
         if at + 4 + size > len(raw):
             raise invalid(f"inputs.{name}", "its contents end inside an element")
@@ -238,6 +251,12 @@ def _only(elements: Sequence[Any], name: str) -> Any:
     if len(elements) != 1:
         raise invalid(f"inputs.{name}", "expected one element")
     return elements[0]
+
+
+def _written(text: Any) -> dict[str, Any]:
+    if not isinstance(text, bytes) or len(text) > MAX_CONTROL_BYTES:
+        raise invalid("sampling_parameters", f"expected JSON of at most {MAX_CONTROL_BYTES} bytes")
+    return json_object(text)
 
 
 def _text(value: Any, name: str) -> Any:

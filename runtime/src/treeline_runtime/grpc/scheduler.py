@@ -19,11 +19,13 @@ from treeline_runtime.download import repository
 from treeline_runtime.grpc import scheduler_pb2 as pb
 from treeline_runtime.grpc.calls import Context, generating, request_of, streaming, unary
 from treeline_runtime.messages import TextLogprob, TextOut, decode_logprobs
-from treeline_runtime.server.errors import ApiError, missing, unsupported
+from treeline_runtime.server.errors import ApiError, invalid, missing, unsupported
 from treeline_runtime.server.jobs import GenerateTask
+from treeline_runtime.server.limits import MAX_PROMPT_TOKENS
 from treeline_runtime.server.openai import floor
 from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.probes import Probes
+from treeline_runtime.server.sampling import MAX_LOGIT_BIAS
 from treeline_runtime.server.service import Service
 
 SERVICE: Final = "sglang.grpc.scheduler.SglangScheduler"
@@ -134,6 +136,8 @@ def _body(asked: pb.GenerateRequest) -> dict[str, Any]:
     for name, why in _REFUSED.items():
         if name in given:
             raise unsupported(name, why)
+    if len(asked.tokenized.input_ids) > MAX_PROMPT_TOKENS:
+        raise invalid("input_ids", f"more than {MAX_PROMPT_TOKENS} tokens")
     body: dict[str, Any] = {
         "input_ids": list(asked.tokenized.input_ids),
         "sampling_params": _sampling(asked.sampling_params) if "sampling_params" in given else {},
@@ -158,6 +162,8 @@ def _sampling(asked: pb.SamplingParams) -> dict[str, Any]:
         value = getattr(asked, field.name)
         if field.containing_oneof is not None and not asked.HasField(field.name):
             continue
+        if field.is_repeated and len(value) > MAX_LOGIT_BIAS:
+            raise invalid(f"sampling_params.{field.name}", f"more than {MAX_LOGIT_BIAS} entries")
         if field.is_repeated:
             value = dict(value) if field.name == "logit_bias" else list(value)
         elif field.message_type is not None:

@@ -14,10 +14,11 @@ from treeline_runtime.grpc.calls import Context, end, request_of
 from treeline_runtime.listeners import ListenError
 from treeline_runtime.server.dependencies import ApiKey, Guard
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.limits import MAX_BODY_BYTES
 from treeline_runtime.server.probes import Probes
 from treeline_runtime.server.service import Service
 
+MAX_MESSAGE_BYTES: Final = 4 << 20
+"""gRPC's own default: a message is parsed in the event loop, at once."""
 MAX_CALLS: Final = 1024
 """The most calls at once: each may hold a message before its bytes are counted."""
 
@@ -55,7 +56,7 @@ async def started(service: Service, probes: Probes, args: ServerArgs, host: str)
     server = grpc.aio.server(
         interceptors=[_KeyNeeded(ApiKey(args.api_key))],
         options=[
-            ("grpc.max_receive_message_length", MAX_BODY_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
         ],
