@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.epp_io import small_bundle
+from support.epp_io import data_plane, engines, small_bundle
 from treeline_epp.keyers import prompt_keyer
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import RouteRequest
@@ -68,3 +69,31 @@ def test_ollamas_clients_may_name_a_model_with_the_tag_latest(path: str, tagged:
     named = isinstance(found, Request) and (found.model, found.pool) == ("huge", "big")
     assert named is tagged
     assert not isinstance(routed("/api/chat", model="huge:7b", messages=[]), Request)
+
+
+@pytest.mark.integration
+@pytest.mark.deep
+async def test_ollamas_client_reads_the_errors_of_picker_and_envoy(tmp_path: Path) -> None:
+    import ollama  # takes long
+
+    async with (
+        engines(1) as (engine,),
+        data_plane(
+            tmp_path, [engine], "--max-body-bytes", "100000", fail_open=False, api_keys={"a": "sk-ada-1"}
+        ) as plane,
+    ):
+
+        async def told(status: int, text: str = "hi", model: str = "tiny", key: str = "sk-ada-1") -> str:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with ollama.AsyncClient(host=plane.envoy.url, headers=headers) as client:
+                with pytest.raises(ollama.ResponseError) as raised:
+                    await client.chat(model, [user(text)])
+            assert raised.value.status_code == status
+            assert isinstance(raised.value.error, str)
+            return raised.value.error
+
+        assert "gpt-9" in await told(404, model="gpt-9:latest")
+        assert "too large" in await told(413, "x" * 200_000)
+        assert await told(401, key="sk-eve-1") == "Missing or unknown API key."
+        await plane.picker.stop()
+        assert await told(503) == "The picker does not answer; try again."
