@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.ports import free_base
 from support.runtime_server import ServerProcess, eventually, running
 from treeline_runtime.grpc import inference_pb2 as pb
@@ -30,15 +32,15 @@ class Client:
     """Calls with the key, unless told otherwise."""
 
     def __init__(self, port: int) -> None:
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_send_message_length", -1)])
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_send_message_length", -1)])
 
     def __call__(self, method: str, message: Any = None, *, metadata: Any = KEY, timeout: float = 60.0) -> Any:
         asked, answer = METHODS[method]
-        call = self._channel.unary_unary(f"/{SERVICE}/{method}", asked.SerializeToString, answer.FromString)  # type: ignore[misc]
+        call = self.channel.unary_unary(f"/{SERVICE}/{method}", asked.SerializeToString, answer.FromString)  # type: ignore[misc]
         return call(asked() if message is None else message, metadata=metadata, timeout=timeout)
 
     def stream(self, *messages: Any, metadata: Any = KEY, timeout: float = 60.0) -> Any:
-        call = self._channel.stream_stream(
+        call = self.channel.stream_stream(
             f"/{SERVICE}/ModelStreamInfer",
             pb.ModelInferRequest.SerializeToString,
             pb.ModelStreamInferResponse.FromString,
@@ -46,7 +48,7 @@ class Client:
         return call(iter(messages), metadata=metadata, timeout=timeout)
 
     def close(self) -> None:
-        self._channel.close()
+        self.channel.close()
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +282,21 @@ def test_nobody_gets_in_without_the_key(client: Client) -> None:
 def test_a_message_over_the_limit_is_refused(client: Client) -> None:
     large = asked("x" * (4 << 20))
     refused(grpc.StatusCode.RESOURCE_EXHAUSTED, lambda: client("ModelInfer", large))
+
+
+@given(st.binary(max_size=200))
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_bytes_get_a_status_and_the_server_goes_on(client: Client, data: bytes) -> None:
+    call = client.channel.unary_unary(f"/{SERVICE}/ModelInfer", lambda text: text, lambda text: text)
+    with pytest.raises(grpc.RpcError) as raised:
+        call(data, metadata=KEY, timeout=60)
+    assert raised.value.code() in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+    )
+    assert client("ServerLive").live
 
 
 def test_facts_of_server_and_model(client: Client) -> None:

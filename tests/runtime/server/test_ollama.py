@@ -186,6 +186,8 @@ def test_a_model_may_be_named_with_the_tag_latest(client: ollama.Client) -> None
         ("/api/chat", {"messages": "hi"}, "messages"),
         ("/api/chat", {"messages": [{"content": "hi"}]}, "messages[0]"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": [5]}]}, "images"),
+        ("/api/chat", {"messages": [{**MESSAGES[0], "images": ["aGk="]}]}, "messages"),
+        ("/api/generate", {"prompt": "hi", "images": ["aGk="]}, "prompt"),
         ("/api/chat", {"messages": MESSAGES, "think": "much"}, "think"),
         ("/api/chat", {"messages": MESSAGES, "format": 5}, "format"),
         ("/api/chat", {"messages": MESSAGES, "logprobs": True}, "logprobs"),

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, Final, NoReturn
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from starlette.types import Message as Received
 
 from treeline_runtime.server.errors import ApiError
@@ -92,13 +92,13 @@ async def end(context: Context, error: Exception) -> NoReturn:
 def unary(method: Callable[[Any, Context], Awaitable[Message]], request: type[Message]) -> grpc.RpcMethodHandler:
     """The handler of a method with one answer."""
 
-    async def call(asked: Any, context: Context) -> Message:
+    async def call(asked: bytes, context: Context) -> Message:
         try:
-            return await method(asked, context)
+            return await method(_message(asked, request), context)
         except Exception as error:
             await end(context, error)
 
-    return grpc.unary_unary_rpc_method_handler(call, request.FromString, _encode)
+    return grpc.unary_unary_rpc_method_handler(call, None, _encode)
 
 
 def streaming(
@@ -108,14 +108,22 @@ def streaming(
 
     async def call(asked: Any, context: Context) -> AsyncIterator[Message]:
         try:
-            async with contextlib.aclosing(method(asked, context)) as answers:
+            read = (_message(one, request) async for one in asked) if both else _message(asked, request)
+            async with contextlib.aclosing(method(read, context)) as answers:
                 async for answer in answers:
                     yield answer
         except Exception as error:
             await end(context, error)
 
     made = grpc.stream_stream_rpc_method_handler if both else grpc.unary_stream_rpc_method_handler
-    return made(call, request.FromString, _encode)
+    return made(call, None, _encode)
+
+
+def _message(data: bytes, kind: type[Message]) -> Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise ApiError(400, "The message cannot be read: it is none of this method's") from None
 
 
 def _encode(message: Message) -> bytes:
