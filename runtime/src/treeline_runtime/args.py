@@ -80,6 +80,13 @@ class ServerArgs(SchedulerConfig):
     port: int = port_setting(
         ports.RUNTIME_HTTP, group="serving", help="HTTP port (default: %(default)s; 0 = any free one)"
     )
+    grpc_port: int | None = port_setting(
+        None,
+        group="serving",
+        metavar="PORT",
+        parse=_port_or_off,
+        help="port of KServe's and SGLang's protocols over gRPC (default: off; 0 = any free one)",
+    )
     api_key: str | None = setting(
         None,
         group="serving",
@@ -106,8 +113,7 @@ class ServerArgs(SchedulerConfig):
         "auto",
         group="serving",
         metavar="NAME",
-        help="format of reasoning, which answers then have in a field of its own (deepseek_r1, qwen3, …); none = "
-        "leave it in the text (default: auto: found in the chat template)",
+        help="format of reasoning (deepseek_r1, …); none = leave it in the text (default: auto: by template)",
     )
     strict_schemas: bool = setting(
         False,

@@ -38,6 +38,8 @@ def listening(args: ServerArgs) -> Iterator[Listeners]:
     """A context manager with the sockets for `args`. Raises ListenError."""
     with contextlib.ExitStack() as stack:
         http = stack.enter_context(listen(args.host, args.port, ""))
+        if args.grpc_port is not None:  # gRPC binds it by itself, when the server runs
+            listen(args.host, args.grpc_port, "grpc-").close()
         metrics = admin = None
         if args.metrics_port is not None:
             metrics = stack.enter_context(listen(args.metrics_host, args.metrics_port, "metrics-"))

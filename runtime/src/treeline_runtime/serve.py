@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 import zmq
@@ -42,6 +42,9 @@ from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.probes import Probes, ServerInfo
 from treeline_runtime.tokenizer_manager import DpRank
+
+if TYPE_CHECKING:
+    import grpc
 
 INTERRUPT_DRAIN_S = 3.0
 """Time that Ctrl-C gives running requests."""
@@ -106,6 +109,7 @@ class Server:
                 inboxes.append(AsyncInbox(self._context, spec.addresses.of("http"), decode_to_http, on_message))
                 for process in self._children:
                     group.start(process, spec)
+            calls = await self._calls()
             serving = [server.start() for server in servers]
             watchdog = asyncio.create_task(self._watch(group))
             health = asyncio.create_task(self._probes.health.watch())
@@ -115,6 +119,8 @@ class Server:
                 watchdog.cancel()
                 health.cancel()
                 await stop_all(servers, serving)
+                if calls is not None:
+                    await calls.stop(FAREWELL_S)
         finally:
             self._stopping = True
             self._service.prompts.close()
@@ -303,6 +309,14 @@ class Server:
             administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
             found.append(HttpServer(administration, listeners.admin))
         return found
+
+    async def _calls(self) -> grpc.aio.Server | None:
+        """The gRPC server, if it is asked for. Raises ListenError."""
+        if self._args.grpc_port is None:
+            return None
+        from treeline_runtime.grpc.server import started  # what few servers need
+
+        return await started(self._service, self._probes, self._args, address(self._listeners.http)[0])
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

@@ -288,15 +288,19 @@ class TokenizerManager:
         assert generation is not None
         generation.inflight._deliver(generation, messages.TextOut(id, "", [], finish))
 
-    def abort(self, name: str) -> None:
-        """Ends requests of a name in all tenants, or all with "". Callers get the output so far: an `abort`."""
-        named = itertools.chain.from_iterable(self._named.get(name, {}).values()) if name else self._running
-        sent = dict[DpRank, list[str]]()
-        for id in [id for id in named if id in self._running]:
+    def abort(self, name: str, *tenants: str | None) -> bool:
+        """Ends requests of a name, in all tenants or in these, or all with "". Callers get the output so far: an
+        `abort`. Returns whether there were any."""
+        of_name = self._named.get(name, {})
+        within = (ids for tenant, ids in of_name.items() if not tenants or tenant in tenants)
+        named = itertools.chain.from_iterable(within) if name else self._running
+        sent, running = dict[DpRank, list[str]](), [id for id in named if id in self._running]
+        for id in running:
             if not self._end_waiting(id, ABORTED):
                 sent.setdefault(self._running[id].inflight.rank, []).append(id)
         for rank in self.ranks:
             self._abort(rank, sent.get(rank, ()))
+        return bool(running)
 
     def fail_all(self, finish: messages.FinishReason) -> int:
         """Ends everything in flight at once, without the scheduler; returns how many."""

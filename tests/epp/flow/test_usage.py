@@ -24,10 +24,13 @@ CHAT = json.dumps(
 ).encode()
 STREAM = b'data: {"choices":[{"delta":{"content":"x"}}],"usage":null}\n\n' * 9
 ANTHROPIC = b'event: message_delta\ndata: {"type":"message_delta","usage":{"input_tokens":5,"output_tokens":11}}\n\n'
+OLLAMA = b'{"model":"m","message":{"role":"assistant","content":"\\"done\\":"},"done":false}\n'
+LAST = b'{"model":"m","message":{"content":""},"done":true,"prompt_eval_count":8,"eval_count":9}\n'
 
 
 def read(*pieces: bytes) -> Usage:
-    reader = UsageReader(stream=not b"".join(pieces).startswith(b"{"))
+    body = b"".join(pieces)
+    reader = UsageReader(stream=not body.startswith(b"{") or body.startswith(OLLAMA))
     for piece in pieces:
         reader.feed(piece)
     return reader.estimate()
@@ -42,6 +45,9 @@ def read(*pieces: bytes) -> Usage:
         (ANTHROPIC, Usage(5, None, 11)),
         (b'{"data": [], "usage": {"prompt_tokens": 8, "total_tokens": 8}}', Usage(8, None, None)),
         (b'{"usage": {"completion_tokens": 99999999999}}', Usage(None, None, None)),
+        (OLLAMA * 5, Usage(None, None, 5)),
+        (OLLAMA * 9 + LAST, Usage(8, None, 9)),
+        (LAST, Usage(8, None, 9)),
         (b"", Usage(None, None, None)),
     ],
 )

@@ -52,14 +52,15 @@ def test_errors_have_the_format_of_their_paths_api(path: str, theirs: bool) -> N
 )
 def test_a_refusal_has_the_format_of_the_clients_api(refusal: Refusal, kind: str) -> None:
     told = {}
-    for path in ("/v1/messages?beta=true", "/v1/completions"):
+    for path in ("/v1/messages?beta=true", "/v1/completions", "/api/chat"):
         state = ExtProcState(BodyMode.BUFFERED, BodyMode.NONE, body_limit=10)
         state.receive(Message(Kind.REQUEST_HEADERS, headers={":path": path, ":method": "POST"}))
         (reply,) = state.refuse(refusal)
         assert isinstance(reply, Immediate)
         assert (reply.status, reply.headers) == (refusal.status, refusal.headers())
         told[path] = json.loads(reply.body)
-    theirs, ours = told.values()
+    theirs, ours, ollamas = told.values()
+    assert ollamas == {"error": refusal.message}
     assert theirs == {"type": "error", "error": {"type": kind, "message": refusal.message}}
     assert ours["error"]["message"] == refusal.message
     assert ours["error"]["code"] == refusal.code

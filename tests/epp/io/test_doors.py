@@ -19,14 +19,13 @@ from treeline_epp.requests.body import Body, RouteRequest
 from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
+from treeline_epp.requests.prompts import door_of
 from treeline_epp.requests.refusals import Refusal
 from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import ApiReader, Reader
 from treeline_runtime.server.sampling import SamplingDefaults
-from treeline_wire.apis import anthropic as anthropic_api
-from treeline_wire.apis import responses as responses_api
 from treeline_wire.tokenizer import TokenizerBundle
 
 ENGINES = ("treeline", "vllm", "sglang")
@@ -259,6 +258,7 @@ LATE = {"role": "system", "content": "late"}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": "é", "y": [1]}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [part("1"), part("2")]}
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": "é"}'}
+CALLED = {"name": "f", "arguments": {"x": 1}}
 AT_DOORS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "q", "instructions": "S"}),
     ("/v1/responses", {"input": [user([part("a", "input_text"), part("b", "input_text")]), LATE, user("r")]}),
@@ -304,6 +304,21 @@ AT_DOORS: list[tuple[str, dict[str, Any]]] = [
         "/v1/messages",
         {"messages": [user("q")], "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}},
     ),
+    ("/api/chat", {"messages": [{"role": "system", "content": "S"}, user("q")], "think": False}),
+    (
+        "/api/chat",
+        {
+            "messages": [
+                user("q"),
+                {"role": "assistant", "thinking": "hm", "content": "a", "tool_calls": [{"function": CALLED}]},
+                {"role": "tool", "tool_name": "f", "content": "2"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            "think": "high",
+        },
+    ),
+    ("/api/chat", {"messages": [user("q"), {"role": "assistant", "content": "so far"}]}),
+    ("/api/generate", {"prompt": "q", "system": "S", "think": True}),
 ]
 
 
@@ -313,7 +328,9 @@ def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: 
     lists = SHOWN.replace(
         "{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
     )
-    convert, name = (responses_api, "input") if path == "/v1/responses" else (anthropic_api, "messages")
+    door = door_of(path)
+    assert door is not None
+    assert door.convert is not None
     for template in (SHOWN, lists, FIRST_ONLY if path == "/v1/messages" else SHOWN):
         served = registry("treeline", template, ALONE + template)
         keyer = served.keyer_of("default")
@@ -324,7 +341,7 @@ def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: 
         )
         with contextlib.closing(Prompts(bundle)) as prompts:
             reader = ApiReader(Reader("tiny", prompts, SamplingDefaults()), body, Limits(4096, 4096), Caller())
-            ids = prompts.of_chat(reader.converted(convert.to_chat, name))
+            ids = prompts.of_chat(reader.converted(door.convert, door.prompt[0]))
             found = routed(path, {"model": "tiny", **body}, served)
             assert found.key == keyer.keys.block_key(ids)
 

@@ -64,6 +64,8 @@ def test_a_completion_gets_the_key_of_its_prompt() -> None:
         ("/v1/chat/completions", {"max_tokens": 7, "max_completion_tokens": 5}, 5),
         ("/generate", {"sampling_params": {"max_new_tokens": 0}}, 0),
         ("/generate", {"sampling_params": [{"max_new_tokens": 3}], "max_tokens": 3}, None),
+        ("/api/chat", {"options": {"num_predict": 7}, "max_tokens": 3}, 7),
+        ("/api/generate", {"options": {"num_predict": -1}}, None),
         ("/v1/completions", {"max_tokens": "7"}, None),
         ("/v1/completions", {"max_tokens": True}, None),
         ("/v1/completions", {"max_tokens": -1}, None),
@@ -254,6 +256,8 @@ def test_the_list_of_models_is_answered_without_an_endpoint() -> None:
     assert json.loads(ask("/v1/models/huge", b"", method="GET", served=TWO).body)["id"] == "huge"
     assert json.loads(ask("/v1/models/h%75ge", b"", method="GET", served=TWO).body)["id"] == "huge"
     assert ask("/v1/models/none", b"", method="GET", served=TWO).status == 404
+    tags = json.loads(ask("/api/tags", b"", method="GET", served=TWO).body)
+    assert [m["model"] for m in tags["models"]] == ["tiny", "huge"]
 
 
 JSON = st.recursive(

@@ -15,7 +15,7 @@ from support.runtime_server import ServerProcess, sse
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_reader as pooling
-from treeline_runtime.server.apis import anthropic_fields, responses_fields
+from treeline_runtime.server.apis import anthropic_fields, ollama_fields, ollama_models, responses_fields
 from treeline_runtime.server.docs_page import docs_page
 from treeline_runtime.server.fields import NEUTRAL, ON_BY_DEFAULT, Body
 
@@ -40,6 +40,10 @@ BODIES: tuple[type[Body], ...] = (
     openai.StreamOptions,
     responses_fields.ResponsesBody,
     anthropic_fields.MessagesBody,
+    ollama_fields.OllamaChatBody,
+    ollama_fields.OllamaGenerateBody,
+    ollama_fields.OllamaOptions,
+    ollama_models.OllamaShowBody,
     native.GenerateBody,
     native.NativeSampling,
     native.TokenizeBody,

@@ -199,6 +199,7 @@ def connected(server: ServerProcess, path: str, body: dict[str, object]) -> sock
         ("/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 4000}}, 2),
         ("/v1/responses", {"input": "hello world", "max_output_tokens": 4000}, 1),
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4000}, 1),
+        ("/api/chat", {"messages": MESSAGES, "model": "random"}, 1),
     ],
 )
 def test_a_client_that_leaves_ends_its_requests(

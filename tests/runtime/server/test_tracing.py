@@ -67,6 +67,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
+    "/api/chat": "chat",
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",
@@ -82,6 +83,7 @@ OPERATIONS = {
         ("/generate", {"text": SECRET, "sampling_params": {"max_new_tokens": 4, "temperature": 0.5}}),
         ("/v1/responses", {"input": SECRET, "max_output_tokens": 4, "temperature": 0.5, "stream": True}),
         ("/v1/messages", CHAT),
+        ("/api/chat", {"messages": CHAT["messages"], "options": {"num_predict": 4, "temperature": 0.5}}),
     ],
 )
 def test_a_request_is_the_child_of_its_caller_and_has_three_stages(

@@ -40,6 +40,7 @@ _MODELS: Final = (
 )
 _OPENAI: Final = ("/v1/chat/completions", "/v1/completions")
 _TOKENS: Final = ("/tokenize", "/detokenize")
+_GETS: Final[Mapping[str, tuple[str, ...]]] = {"treeline": ("/api/tags", "/api/ps", "/api/version")}
 _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
     "treeline": (
         *_OPENAI,
@@ -48,6 +49,9 @@ _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/generate",
+        "/api/chat",
+        "/api/generate",
+        "/api/show",
         "/v1/embeddings",
         "/pooling",
         "/classify",
@@ -112,7 +116,12 @@ _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 INFERENCE: Final[Mapping[str, tuple[PathRule, ...]]] = {
-    engine: (*(PathRule(path, WRITE) for path in posts), *_MODELS) for engine, posts in _POSTS.items()
+    engine: (
+        *(PathRule(path, WRITE) for path in posts),
+        *(PathRule(path, READ) for path in _GETS.get(engine, ())),
+        *_MODELS,
+    )
+    for engine, posts in _POSTS.items()
 }
 """Engine type (`spec.engine.type`) → its inference paths."""
 

@@ -23,6 +23,7 @@ _OPERATIONS: Final = (
     ("/chat/completions", "chat"),
     ("/responses", "chat"),
     ("/messages", "chat"),
+    ("/api/chat", "chat"),
     ("/completions", "text_completion"),
     ("/generate", "text_completion"),
     ("/embeddings", "embeddings"),

@@ -18,7 +18,7 @@ from treeline_epp.picking.decision import Decision
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import Buffer
 from treeline_epp.requests.refusals import Refusal
-from treeline_epp.requests.usage import NOTHING, Usage, UsageReader
+from treeline_epp.requests.usage import NOTHING, Usage, UsageReader, is_stream
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Exchange:
         self.reported = reported
         status = headers.get(":status", "")
         self.status = int(status) if len(status) == 3 and status.isascii() and status.isdecimal() else None
-        self.streams = headers.get("content-type", "").startswith("text/event-stream")
+        self.streams = is_stream(headers)
         self.body = UsageReader(stream=self.streams)
 
     def shown(self, data: Buffer, now: float, *, ended: bool) -> None:

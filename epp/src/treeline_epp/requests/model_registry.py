@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+from treeline_wire.apis import ollama
 from treeline_wire.live_adapters import is_version
 from treeline_wire.models import Criticality, ModelRule, PoolClaim, decide_names
 from treeline_wire.tokenizer import TokenizerBundle
@@ -400,6 +401,10 @@ class ModelRegistry:
     def model_answer(self, model: str) -> Immediate | None:
         """Return the answer to `GET /v1/models/{model}`; `None` for an unknown one."""
         return _json(self._card(model)) if model in self.models() else None
+
+    def ollama_answer(self) -> Immediate:
+        """Return the answer to Ollama's `GET /api/tags`: the same list."""
+        return _json(ollama.listed(self.models(), self._started))
 
     def _card(self, model: str) -> dict[str, object]:
         return {"id": model, "object": "model", "created": self._started, "owned_by": "treeline"}

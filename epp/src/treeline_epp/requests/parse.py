@@ -15,8 +15,10 @@ from urllib.parse import unquote
 
 import msgspec
 from treeline_wire import headers as names
+from treeline_wire.apis import ollama
 from treeline_wire.json_values import SLOW, count_values
 from treeline_wire.models import Criticality
+from treeline_wire.ollama_errors import is_ollamas
 from treeline_wire.prompt import PromptError, TooDeep
 
 from treeline_epp.keyers.base import Keyer
@@ -122,7 +124,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         if cache is None:
             keyer, cache = None, _ANY_CACHE
         try:
-            if door.chat:
+            if door.chat and not (door.convert is ollama.text_to_chat and read.members.get("raw")):
                 engine = self.registry.engine_of(target.pool) if target is not None else ""
                 prompt = chat(read, keyer, door, engine, cache)
             else:
@@ -171,6 +173,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         if model is None:
             target = self.registry.resolve(model, self.draw, self.request.pool)
         else:
+            if is_ollamas(self.path):
+                model = ollama.without_tag(model, lambda name: self._home(name)[1])
             asked = self.rules.asked(model, self.request.headers, self.draw, self.request.pool, self._home)
             target = self.registry.resolve(asked.model, asked.draw, asked.pool)
         if target.fallback_pools and not self.ready(target.pool, target.target):
@@ -319,6 +323,12 @@ _LIMITS = (
     ("", ("max_tokens",)),
 )
 """Members that bound the output, by the end of the path; engines ignore other APIs'. The first present one counts."""
+_NESTED_LIMITS = (
+    ("/api/chat", ("options", "num_predict")),
+    ("/api/generate", ("options", "num_predict")),
+    (_GENERATE, ("sampling_params", "max_new_tokens")),
+)
+"""The same for members that hold the limit as a member of their own."""
 _BY_PROMPT = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "text": "/generate"}
 _VECTORS = ("/embeddings", "/pooling", "/classify", "/score", "/rerank")
 _WITHOUT_CACHE = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
@@ -330,7 +340,7 @@ def _models(path: str, registry: ModelRegistry) -> Immediate | Refusal | None:
     if path.startswith("/v1/models/"):
         model = unquote(path.removeprefix("/v1/models/"))
         return registry.model_answer(model) or model_not_found(model, registry.models())
-    return None
+    return registry.ollama_answer() if path == "/api/tags" else None
 
 
 def _names_engine(member: str) -> Refusal:
@@ -352,9 +362,10 @@ _NAMESPACE = frozenset({"lora_path", "cache_salt", "extra_key"})
 
 def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
     """Return the output limit that a request names; the runtime refuses values that are no counts."""
-    if path.endswith(_GENERATE):
-        params = body.get("sampling_params")
-        asked = params.get("max_new_tokens") if isinstance(params, dict) else None
+    within = next((within for suffix, within in _NESTED_LIMITS if path.endswith(suffix)), None)
+    if within is not None:
+        params = body.get(within[0])
+        asked = params.get(within[1]) if isinstance(params, dict) else None
     else:
         names = next((names for suffix, names in _LIMITS if path.endswith(suffix)), ())
         asked = next((body[name] for name in names if body.get(name) is not None), None)

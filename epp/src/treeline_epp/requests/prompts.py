@@ -16,8 +16,16 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-from treeline_wire.apis import anthropic, responses
-from treeline_wire.apis.conversion import MAX_CALL_VALUES, Context, Conversation, Unknown, items_of, many_values
+from treeline_wire.apis import anthropic, ollama, responses
+from treeline_wire.apis.conversion import (
+    MAX_CALL_VALUES,
+    Context,
+    Conversation,
+    Convert,
+    Unknown,
+    items_of,
+    many_values,
+)
 from treeline_wire.chat import TemplateError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.normalization import long_run
@@ -121,9 +129,6 @@ def shortened(text: str) -> str:
     return text[: found.start()] if found is not None else text
 
 
-Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
-
-
 class Door(msgspec.Struct, frozen=True):
     """A kind of request with a prompt. `prompt` are the members that may hold it; the first present one does. `convert`
     makes a chat of the members and the messages; None if they are one already. `chat`: it has messages, not a text.
@@ -155,6 +160,8 @@ _DOORS: Final = (
     Door("/chat/completions/batch", ("messages",), convert=_first_of_batch, salted=False),
     Door("/chat/completions", ("messages",), apart=True),
     Door("/completions", ("prompt",), chat=False, apart=True),
+    Door("/api/chat", ("messages",), convert=ollama.to_chat, salted=False),
+    Door("/api/generate", ("prompt",), convert=ollama.text_to_chat, salted=False),
     Door("/generate", ("text", "input_ids"), chat=False, apart=True),
     Door("/v1/responses", ("input",), convert=responses.to_chat, salted=False),
     Door("/v1/messages", ("messages",), convert=anthropic.to_chat, salted=False),
@@ -188,6 +195,9 @@ _READ: Final = frozenset(
         "previous_response_id",
         "input_ids",
         "chat_template",
+        "images",
+        "raw",
+        "think",
     }
 )
 """Members that decide the rendering."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 from treeline_wire.anthropic_errors import anthropic_error_body, is_anthropics
+from treeline_wire.ollama_errors import is_ollamas, ollama_error_body
 from treeline_wire.openai_errors import error_body, no_such_model
 
 from treeline_epp.picking.decision import PickError
@@ -49,6 +50,8 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
         """Return the JSON body. `path`: the request's, without its query; "" if unknown."""
         if is_anthropics(path):
             return msgspec.json.encode(anthropic_error_body(self.status, self.message))
+        if is_ollamas(path):
+            return msgspec.json.encode(ollama_error_body(self.message))
         kind = _TYPES.get(self.status, "invalid_request_error")
         return msgspec.json.encode(error_body(self.message, kind, param=self.param, code=self.code))
 

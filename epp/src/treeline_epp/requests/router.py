@@ -36,7 +36,7 @@ from treeline_epp.requests.parse import parse
 from treeline_epp.requests.prefilling import Prefilling
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.subset import parse_subset
-from treeline_epp.requests.usage import Usage
+from treeline_epp.requests.usage import Usage, is_stream
 from treeline_epp.signals import Demand
 
 log = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ class Router:
             cached = prompt = None  # a prompt that was not computed teaches nothing
             self.prefilling.drop(lease)
         # Headers of a stream come with its first token; those of a whole answer with its last.
-        streams = headers.get("content-type", "").startswith("text/event-stream")
+        streams = is_stream(headers)
         ttft = now - lease.opened_at if streams and prompt is not None else None
         if not self.picker.close(
             lease, now, outcome, served=served, ttft_s=ttft, cached_tokens=cached, prompt_tokens=prompt

@@ -2,13 +2,14 @@
 
 Every API reports them at its end: in a JSON object, or in one of the last events of a stream. Anthropic's streams
 report the prompt's at their beginning. Read are `usage` (OpenAI's and Anthropic's members), also within `response` or
-`message`, and SGLang's `meta_info`. Truncated, compressed or invalid values are unknown; nothing is guessed.
+`message`, SGLang's `meta_info`, and Ollama's counts. Truncated, compressed or invalid values are unknown; nothing is
+guessed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -32,6 +33,8 @@ class _Document(msgspec.Struct, gc=False):
     meta_info: Any = None
     response: Any = None
     message: Any = None
+    prompt_eval_count: Any = None
+    eval_count: Any = None
 
 
 _decode = msgspec.json.Decoder(_Document).decode
@@ -58,6 +61,11 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 NOTHING: Final = Usage()
+
+
+def is_stream(headers: Mapping[str, str]) -> bool:
+    """Return whether a response comes as its tokens are made: as events, or as Ollama's lines."""
+    return headers.get("content-type", "").startswith(("text/event-stream", "application/x-ndjson"))
 
 
 class UsageReader:
@@ -88,7 +96,7 @@ class UsageReader:
         most = KEPT_OF_STREAM if self.stream else KEPT_OF_OBJECT
         piece = bytes(data[-most:])
         if self.stream:
-            self.events += piece.count(b"data:")
+            self.events += piece.count(b"data:") + piece.count(b'"done":')
         kept = self._kept + len(piece)
         last = self._last
         last.append(piece)
@@ -136,8 +144,8 @@ def _events(lines: Iterator[bytes]) -> Iterator[_Document]:
     """Yield the first few events that are objects."""
     count = 0
     for line in lines:
-        if line.startswith(b"data:") and not line.endswith(b"[DONE]"):
-            yield _object(line[5:])
+        if line.startswith((b"data:", b"{")) and not line.endswith(b"[DONE]"):
+            yield _object(line.removeprefix(b"data:"))
             count += 1
             if count == _LAST_EVENTS:
                 return
@@ -151,6 +159,8 @@ def _object(data: bytes) -> _Document:
 
 
 def _within(document: _Document) -> Usage:
+    if document.eval_count is not None:
+        return Usage(_count(document.prompt_eval_count), None, _count(document.eval_count))
     for said in (document.usage, document.meta_info):
         if isinstance(said, dict):
             return _usage(said)

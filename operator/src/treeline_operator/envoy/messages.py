@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Any, Final
 
+from treeline_wire.ollama_errors import ollama_error_body
 from treeline_wire.openai_errors import error_body
 
 Message = dict[str, Any]
@@ -84,26 +85,28 @@ _ANTHROPICS: Final = {
     "service_unavailable": "overloaded_error",
 }
 """Anthropic's names of codes and types of errors, where they differ."""
-_AT_MESSAGES: Final[Message] = {
-    "header_filter": {"header": {"name": ":path", "string_match": {"prefix": "/v1/messages"}}}
-}
-"""Replies to requests of Anthropic's clients."""
+
+
+def _at(path: str, when: Message) -> Message:
+    """Replies where `when` holds to requests of paths that begin with `path`."""
+    begins = {"header_filter": {"header": {"name": ":path", "string_match": {"prefix": path}}}}
+    return {"and_filter": {"filters": [begins, when]}}
 
 
 def reply(
     when: Message, message: str, kind: str, code: str, *, retry_after: str = "", as_status: int | None = None
 ) -> list[Message]:
-    """The reply where `when` holds: OpenAI's `message`, `type` (`kind`) and `code`, and before it Anthropic's for its
-    paths."""
+    """The reply where `when` holds: OpenAI's `message`, `type` (`kind`) and `code`, and before it Anthropic's and
+    Ollama's for their paths."""
     more: Message = {} if as_status is None else {"status_code": as_status}
     if retry_after:
         more["headers_to_add"] = [header("retry-after", retry_after)]
     theirs = _ANTHROPICS.get(code) or _ANTHROPICS.get(kind, kind)
-    at_messages = {"and_filter": {"filters": [_AT_MESSAGES, when]}}
     return [
         {"filter": on, "body_format_override": {"json_format": body}, **more}
         for on, body in (
-            (at_messages, {"type": "error", "error": {"type": theirs, "message": message}}),
+            (_at("/v1/messages", when), {"type": "error", "error": {"type": theirs, "message": message}}),
+            (_at("/api/", when), ollama_error_body(message)),
             (when, error_body(message, kind, code=code)),
         )
     ]

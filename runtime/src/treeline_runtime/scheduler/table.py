@@ -15,7 +15,6 @@ from treeline_runtime.sampling import needs_more
 from treeline_runtime.scheduler.media import media_plan
 from treeline_runtime.scheduler.plan import InputLogprobs, RowSampling, StepPlan, Writes
 
-
 News = tuple[Writes, Writes, dict[int, int]]
 """Tokens, pages and deltas for the next plan; see `StepPlan`."""
 

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import is_anthropics
+from treeline_wire.ollama_errors import is_ollamas, ollama_error_body
 
 from treeline_runtime.server import schema
 from treeline_runtime.server.dependencies import Guard
@@ -169,7 +170,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     bypassed = wire_headers.EDGE in headers and wire_headers.DESTINATION not in headers
     if isinstance(error, UnknownModel) and bypassed:
         error = error.without_picker()
-    body = anthropic_error(error) if is_anthropics(request.url.path) else error.body
+    path, body = request.url.path, error.body
+    if is_anthropics(path):
+        body = anthropic_error(error)
+    elif is_ollamas(path):
+        body = ollama_error_body(error.told["message"])
     return json_answer(body, error.status, error.headers)
 
 

@@ -30,6 +30,8 @@ Kind = Literal[
     "messages",
     "count_tokens",
     "input_tokens",
+    "ollama_chat",
+    "ollama_generate",
 ]
 
 
@@ -171,7 +173,7 @@ class TextTask(Generations, frozen=True, kw_only=True):
 
 
 class ChatTask(TextTask, tag="chat", frozen=True, kw_only=True):
-    """A chat in any of the three APIs."""
+    """A chat in any of the APIs, or a text of Ollama's."""
 
     parsing: Parsing | None = None
     """How to find thoughts and calls in the output; None: all of it is text."""
@@ -182,6 +184,12 @@ class ChatTask(TextTask, tag="chat", frozen=True, kw_only=True):
     """The fields that an answer of `/v1/responses` repeats of the request, as a JSON object."""
     fills_context: bool = False
     """For `/v1/messages`: the context ends before the requested tokens."""
+
+    def sampled(self, **changed: Any) -> ChatTask:
+        """The task with other settings of its only prompt's output."""
+        (prompt,) = self.prompts
+        sampling = msgspec.structs.replace(prompt.sampling, **changed)
+        return msgspec.structs.replace(self, prompts=[msgspec.structs.replace(prompt, sampling=sampling)])
 
 
 class CompletionTask(TextTask, tag="completion", frozen=True, kw_only=True):

@@ -31,16 +31,8 @@ class NativeSampling(SamplingFields, frozen=True):
     custom_params: dict[str, Any] | None = None
 
 
-def read_processor(sampling: NativeSampling, name: str | None, params: dict[str, Any] | None) -> CustomProcessor | None:
-    """name, params: from the body besides them. Raises ApiError 400."""
-    return shared.read_processor(
-        {"custom_logit_processor": name, "sampling_params.custom_logit_processor": sampling.custom_logit_processor},
-        {"custom_params": params, "sampling_params.custom_params": sampling.custom_params},
-    )
-
-
 def read_sampling(params: Any) -> tuple[NativeSampling, grammars.Constraint | None]:
-    """Raises ApiError 400."""
+    """The parameters of a prompt, and their constraint. Raises ApiError 400."""
     if not isinstance(params, dict):
         raise wrong("sampling_params", "'sampling_params' must be an object")
     check_unknown(params, NativeSampling.__struct_fields__, where="sampling_params.")
@@ -48,13 +40,21 @@ def read_sampling(params: Any) -> tuple[NativeSampling, grammars.Constraint | No
     return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
 
 
-def each(value: Any, count: int, param: str) -> list[Any]:
-    """The value for each of `count` prompts, if it is not a list of them. Raises ApiError 400."""
+def of_each(value: Any, count: int, param: str) -> list[Any]:
+    """The value for each of `count` prompts. Raises ApiError 400."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
         raise wrong(param, f"{len(value)} values of {param!r} for {count} prompts")
     return value
+
+
+def read_processor(sampling: NativeSampling, name: str | None, params: dict[str, Any] | None) -> CustomProcessor | None:
+    """name, params: from the body besides them. Raises ApiError 400."""
+    return shared.read_processor(
+        {"custom_logit_processor": name, "sampling_params.custom_logit_processor": sampling.custom_logit_processor},
+        {"custom_params": params, "sampling_params.custom_params": sampling.custom_params},
+    )
 
 
 _SAMPLING = {"anyOf": [{"$ref": "#/components/schemas/NativeSampling"}, {"type": "null"}]}

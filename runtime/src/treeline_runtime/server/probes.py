@@ -253,11 +253,21 @@ class Probes:
 
     # ---- information ----------------------------------------------------------------------------------------
 
-    async def models(self) -> Response:
+    @property
+    def served(self) -> list[answers.Model]:
+        """The model, and the adapters that may be asked for."""
         state = self._service.state
         lost = {name for load in state.loads for name in load.lost_adapters}
         adapters = (name for name, digest in state.adapters.items() if digest and name not in lost)
-        return json_answer(answers.Models("list", [self._model(), *map(self._model, adapters)]))
+        return [self._model(), *map(self._model, adapters)]
+
+    @property
+    def model_type(self) -> str:
+        """The architecture's name in the checkpoint; "" if it has none."""
+        return str(self._info.model_config.get("model_type") or "")
+
+    async def models(self) -> Response:
+        return json_answer(answers.Models("list", self.served))
 
     async def model(self, model: str) -> Response:
         if self._service.state.adapters.get(model):

@@ -5,49 +5,36 @@ All work that grows with the body is here, so that another process can read a la
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
-from treeline_wire.apis import anthropic, responses
-from treeline_wire.apis.conversion import Context, Conversation, items_of
-from treeline_wire.chat import TemplateBusyError
-from treeline_wire.prompt import Prompt, PromptError
+from treeline_wire.apis import ollama
+from treeline_wire.prompt import Prompt
 
-from treeline_runtime import parsers
-from treeline_runtime.media.sources import PromptMedia, Source, checked, named, parts_of_native, read_sources
+from treeline_runtime.media.sources import PromptMedia, Source, checked, parts_of_native, read_sources
 from treeline_runtime.messages import GenerateReq
-from treeline_runtime.server import formats, grammars, jobs, openai
+from treeline_runtime.server import grammars, jobs, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
-from treeline_runtime.server.apis import anthropic_fields, responses_fields
-from treeline_runtime.server.apis.answers import InputTokens, TokenCount
+from treeline_runtime.server.apis import ollama_fields
+from treeline_runtime.server.chat_reader import ApiReader, read_chat_task
 from treeline_runtime.server.errors import (
     ApiError,
     UnknownModel,
     invalid,
     renamed,
-    renamed_param,
     short,
-    unsupported,
     wrong,
 )
 from treeline_runtime.server.fields import IGNORED, convert, json_object
-from treeline_runtime.server.formats import Parsing
-from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
-from treeline_runtime.server.grammars import read_constraint
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
-from treeline_runtime.server.tools import Calls, read_calls
+from treeline_runtime.server.tools import read_calls
 
-_ENGINE: Final = "treeline"
-MAX_SHOWN_BYTES: Final = 2 << 20
-"""The most bytes that a response repeats of its request: a stream repeats them three times."""
 RANK_FIELDS: Final = ("data_parallel_rank", "routed_dp_rank")
 """SGLang's fields of any body for the data-parallel rank."""
 DEFAULT_MAX_TOKENS = 16
@@ -78,6 +65,8 @@ class Reader(openai.ModelFacts):
             "messages": lambda *read: ApiReader(self, *read).messages(),
             "count_tokens": lambda *read: ApiReader(self, *read).count_tokens(),
             "input_tokens": lambda *read: ApiReader(self, *read).input_tokens(),
+            "ollama_chat": lambda *read: self._ollama(ollama_fields.CHAT, *read),
+            "ollama_generate": lambda *read: self._ollama(ollama_fields.GENERATE, *read),
         }
         noted = dict[str, None]()
         IGNORED.set(noted)
@@ -85,6 +74,8 @@ class Reader(openai.ModelFacts):
         try:
             raw = json_object(body)
             ranks = [(name, raw.pop(name)) for name in RANK_FIELDS if name in raw]
+            if kind in ("ollama_chat", "ollama_generate") and isinstance(raw.get("model"), str):
+                raw["model"] = ollama.without_tag(raw["model"], {self.name, *caller.adapters}.__contains__)
             adapter = self._take_adapter(raw, caller.adapters)
             if adapter is not None:
                 caller = replace(caller, adapter=caller.adapters[adapter])
@@ -147,6 +138,28 @@ class Reader(openai.ModelFacts):
         task.check_copies()
         return task
 
+    # ---- Ollama's -------------------------------------------------------------------------------------------
+
+    def _ollama(
+        self, api: ollama_fields.Api, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller
+    ) -> jobs.ChatTask | jobs.Answered:
+        body, options = ollama_fields.read_ollama(raw, api)
+        self.check_model(body.model)
+        if not raw.get(api.prompt):  # what clients send to load a model
+            loaded = ollama_fields.answer(self.name, chat=api is ollama_fields.CHAT, done=True, done_reason="load")
+            return jobs.Answered(body=encode_json(loaded))
+        more = ollama_fields.chat_fields(body, options)
+        if raw.get("raw"):
+            with renamed(api.NAMES, api.MEMBERS):
+                text = self._completion({"prompt": raw["prompt"], "max_tokens": 1, **more}, limits, caller)
+            task = jobs.ChatTask(**{name: getattr(text, name) for name in jobs.TextTask.__struct_fields__})
+        else:
+            task = ApiReader(self, raw, limits, caller).chat(api.convert, api.prompt, api, more, body.stream)
+        most = limits.max_new_tokens(task.prompt_tokens, None, None, api.prompt)
+        if options.num_predict is not None and options.num_predict > 0:
+            most = min(most, options.num_predict)
+        return replace(task.sampled(max_new_tokens=most), stream=body.stream is not False)
+
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
     def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.GenerateTask:
@@ -206,7 +219,7 @@ class Reader(openai.ModelFacts):
         """The request for each prompt, its images, and `n`, which must be the same for all."""
         count, media = len(prompts), list[PromptMedia]()
         columns = zip(
-            prompts, sources, *(native.each(getattr(body, name), count, name) for name in _OF_EACH), strict=True
+            prompts, sources, *(native.of_each(getattr(body, name), count, name) for name in _OF_EACH), strict=True
         )
         made: list[GenerateReq] = []
         ns: set[int] = set()
@@ -311,181 +324,3 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
     several = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
     if (len(prompts) if several else 1) * n > MAX_GENERATIONS:
         raise wrong(param, f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request")
-
-
-def read_chat_task(
-    raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: jobs.Caller
-) -> jobs.ChatTask:
-    """Raises ApiError 400 or 404."""
-    body = openai.read_chat(raw, model)
-    calls = read_calls(raw)
-    if calls is not None:
-        _check_tools(model, body.chat_template)
-    constraint = read_constraint(raw, GRAMMAR_FIELDS)
-    namespace = openai.namespace(raw, caller)
-    ids, parts = model.prompts.with_media(raw, limits, namespace)
-    (sources,) = read_sources(raw, [parts], model.media)
-    end = model.prompts.end_of(ids)
-    parsing = _parsing(body, model, calls, end)
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    constraint = formats.whole_output(constraint, calls, model.formats, end)
-    most = limits.max_new_tokens(len(ids), asked, None, "messages")
-    sampling = openai.sampling(body, model, most, constraint, openai.processor(body))
-    if parsing is not None and parsing.needs_special_tokens:
-        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-    fields = openai.task_fields(body, caller, "chatcmpl", (body.top_logprobs or 0) if body.logprobs else None)
-    prompts = [openai.request(body, ids, sampling, namespace, fields["logprobs"])]
-    task = jobs.ChatTask(
-        **fields,
-        prompts=prompts,
-        media=checked([PromptMedia(sources, asked)], prompts),
-        parsing=parsing,
-        shown=jobs.Shown(
-            reasoning=body.include_reasoning is not False,
-            reasoning_at_once=body.stream_reasoning is False,
-            several_calls=calls is None or calls.several,
-            special_tokens=body.skip_special_tokens is False,
-        ),
-        echo=_echo(raw) if body.echo else "",
-    )
-    task.check_copies()
-    return task
-
-
-def _echo(raw: Mapping[str, Any]) -> str:
-    """The last message's text if the answer has its role: the assistant's, or, without a generation prompt, any."""
-    last = raw["messages"][-1]
-    goes_on = raw.get("add_generation_prompt") is False or raw.get("continue_final_message") is True
-    if not goes_on and last["role"] != "assistant":
-        return ""
-    content = last.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
-
-
-def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
-    """Raises ApiError 400 if calls could not be made or found."""
-    if model.formats.tools is None:
-        known = ", ".join(parsers.TOOLS.names())
-        raise wrong(
-            "tools",
-            "'tools' needs a server that knows how its model writes calls: start it with --tool-call-parser NAME "
-            f"({known}), or send 'tool_choice': 'none'",
-            code="unsupported_parameter",
-        )
-    if "tools" not in model.prompts.variables(template):
-        raise wrong(
-            "tools",
-            "The chat template has no place for tools: the model would not see them",
-            code="unsupported_parameter",
-        )
-
-
-def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
-    """Chooses the formats for parsing the output; None if all of it is text. Raises ApiError 400."""
-    if body.separate_reasoning is False and model.formats.harmonic:
-        raise wrong(
-            "separate_reasoning",
-            "'separate_reasoning' cannot be false for a harmony model: its answer is one of several messages",
-            code="unsupported_parameter",
-        )
-    reasoning = None if body.separate_reasoning is False else model.formats.reasoning
-    tools = None if calls is None else model.formats.tools
-    if reasoning is None and tools is None:
-        return None
-    functions = {} if calls is None else {tool.name: tool.parameters for tool in calls.tools}
-    return Parsing(reasoning, tools, functions, end)
-
-
-Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
-
-
-@dataclass(frozen=True)
-class ApiReader:
-    """Reads a body of another chat API by way of a chat: wire's conversion makes the messages, as in the picker. Raises
-    ApiError 400, or UnknownModel."""
-
-    model: openai.ModelFacts
-    raw: Mapping[str, Any]
-    limits: Limits
-    caller: jobs.Caller
-
-    def responses(self) -> jobs.ChatTask:
-        body = self._responses()
-        more = responses_fields.chat_fields(body, self.raw)
-        if body.rid is None and body.request_id is None:
-            more["rid"] = f"resp_{uuid.uuid4().hex}"
-        with responses_fields.uncut(body):
-            task = self._chat(responses.to_chat, "input", responses_fields, more, body.stream)
-        sampling = task.prompts[0].sampling
-        try:
-            repeated = encode_json(responses_fields.shown(body, sampling.temperature, sampling.top_p))
-        except UnicodeEncodeError:
-            raise ApiError(400, "The body contains half of a surrogate pair") from None
-        if len(repeated) > MAX_SHOWN_BYTES:
-            raise wrong(
-                "instructions" if len(body.instructions or "") > MAX_SHOWN_BYTES // 2 else "tools",
-                f"'instructions', 'tools' and what else an answer repeats have more than {MAX_SHOWN_BYTES} bytes",
-            )
-        return replace(task, repeated=repeated)
-
-    def input_tokens(self) -> jobs.Answered:
-        """Tokens of the prompt of the same request to `/v1/responses`."""
-        body = self._responses()
-        responses_fields.chat_fields(body, self.raw)  # what would be refused there is refused here
-        counted = self._counted(responses.to_chat, "input", responses_fields, body.model)
-        return jobs.Answered(body=encode_json(InputTokens("response.input_tokens", counted)))
-
-    def messages(self) -> jobs.ChatTask:
-        body = anthropic_fields.read_messages(self.raw, images=self.model.media is not None)
-        more = anthropic_fields.chat_fields(body, self.raw) | {"rid": body.rid or f"msg_{uuid.uuid4().hex}"}
-        task = self._chat(anthropic.to_chat, "messages", anthropic_fields, more, body.stream)
-        assert body.max_tokens is not None
-        most = task.prompts[0].sampling.max_new_tokens
-        task = _sampled(task, max_new_tokens=min(most, body.max_tokens))
-        return replace(task, fills_context=body.max_tokens > most)
-
-    def count_tokens(self) -> jobs.Answered:
-        """Tokens of the prompt of the same request to `/v1/messages`."""
-        body = anthropic_fields.read_messages(self.raw, images=self.model.media is not None, counts=True)
-        counted = self._counted(anthropic.to_chat, "messages", anthropic_fields, body.model)
-        return jobs.Answered(body=encode_json(TokenCount(counted)))
-
-    def _responses(self) -> responses_fields.ResponsesBody:
-        return responses_fields.read_responses(self.raw, images=self.model.media is not None)
-
-    def _counted(self, convert: Convert, name: str, api: ModuleType, model: str | None) -> int:
-        self.model.check_model(model)
-        chat = self.converted(convert, name)
-        with renamed(api.NAMES, api.MEMBERS):
-            return len(self.model.prompts.of_chat(chat, self.limits, openai.namespace(chat, self.caller)))
-
-    def _chat(
-        self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
-    ) -> jobs.ChatTask:
-        """The request as a chat. `name`: as `converted`'s; `api`: its field names; `more`: no prompt reads these."""
-        converted = self.converted(convert, name)
-        with renamed(api.NAMES, api.MEMBERS):
-            task = read_chat_task(converted | more, self.model, self.limits, self.caller)
-        # Whether its grammar can be compiled shows later: it is blamed on what the API calls it.
-        param = task.prompts[0].sampling.grammar_param
-        if param is not None:
-            task = _sampled(task, grammar_param=renamed_param(param, api.NAMES, api.MEMBERS))
-        return replace(task, stream=bool(stream), media=[named(media, name) for media in task.media])
-
-    def converted(self, convert: Convert, name: str) -> dict[str, Any]:
-        """The members of the chat's body that make its prompt. `name`: of the member with the conversation."""
-        try:
-            context = Context(_ENGINE, self.model.prompts.takes_inline_system)
-            made = convert(self.raw, items_of(self.raw[name], name), context)
-        except PromptError as error:
-            raise invalid(error.param, str(error), code=None) from None
-        except TemplateBusyError as error:
-            raise ApiError(503, f"{error}; try again later") from None
-        if made.unknown is not None:
-            raise unsupported(made.unknown.param, made.unknown.why)
-        return made.body
-
-
-def _sampled(task: jobs.ChatTask, **changed: Any) -> jobs.ChatTask:
-    (prompt,) = task.prompts
-    return replace(task, prompts=[replace(prompt, sampling=replace(prompt.sampling, **changed))])

@@ -18,17 +18,17 @@ from treeline_runtime.server.fields import NEUTRAL, ON_BY_DEFAULT, Body
 Schema = dict[str, Any]
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
-JSON, EVENTS = "application/json", "text/event-stream"
-OPENAI, ANTHROPIC, NATIVE = "OpenAI's API", "Anthropic's API", "SGLang's API"
+JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
+OPENAI, ANTHROPIC, OLLAMA, NATIVE = "OpenAI's API", "Anthropic's API", "Ollama's API", "SGLang's API"
 STATE, VECTORS = "Probes and information", "Rerankers, rewards and other vectors"
 """Tags."""
 REFERENCE = "#/components/schemas/{name}"
 NOTHING: tuple[Any, ...] = (None, False, [], {})
 """Values with which any field is neutral (`fields.is_neutral`)."""
 DESCRIPTION = """\
-An OpenAI-compatible API, Anthropic's `/v1/messages` and SGLang's `/generate`, over a radix prefix cache. Nothing in a
-body is ignored: what the server does not act on is harmless, or has a value that asks for nothing, or is a 400 that
-names the field.
+An OpenAI-compatible API, Anthropic's `/v1/messages`, Ollama's `/api/chat` and SGLang's `/generate`, over a radix
+prefix cache. Nothing in a body is ignored: what the server does not act on is harmless, or has a value that asks for
+nothing, or is a 400 that names the field.
 """
 
 
@@ -37,14 +37,22 @@ _KINDS: list[Any] = [Error]
 
 
 def operation(
-    *, tag: str, summary: str, answer: Any = dict, event: Any = None, error: Any = Error, body: type[Body] | None = None
+    *,
+    tag: str,
+    summary: str,
+    answer: Any = dict,
+    event: Any = None,
+    lines: Any = None,
+    error: Any = Error,
+    body: type[Body] | None = None,
 ) -> dict[str, Any]:
-    """A route's description, as keywords of its decorator. `answer`, `event`, `error`: the types of answers, stream
-    events (None: no streams) and errors."""
-    _KINDS.extend(kind for kind in (answer, event, error, body) if kind is not None)
+    """A route's description, as keywords of its decorator. `answer`, `event`, `lines`, `error`: the types of answers,
+    of a stream's events or lines (None: no such streams) and errors."""
+    _KINDS.extend(kind for kind in (answer, event, lines, error, body) if kind is not None)
     content = {JSON: {"schema": reference(answer)}}
-    if event is not None:
-        content[EVENTS] = {"schema": reference(event)}
+    for stream, kind in ((EVENTS, event), (LINES, lines)):
+        if kind is not None:
+            content[stream] = {"schema": reference(kind)}
     failed = {"description": "An error", "content": {JSON: {"schema": reference(error)}}}
     extra: Schema = {}
     if body is not None:

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec import UNSET
 from starlette.responses import Response
@@ -133,6 +133,9 @@ class State:
 
 class AnswerMaker(ABC):
     """Turns a request's outputs into an answer of its API."""
+
+    media_type: ClassVar[str] = "text/event-stream"
+    """Of a stream."""
 
     @abstractmethod
     async def whole(self, outs: list[TextOut]) -> Answer:
@@ -384,7 +387,7 @@ class Service:
 
         headers = {name.decode(): value.decode() for name, value in made.headers(first[0][1])}
         headers["cache-control"] = "no-cache"
-        return EventStream(content(), headers=headers, media_type="text/event-stream")
+        return EventStream(content(), headers=headers, media_type=made.media_type)
 
 
 def usage(job: Generations, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:

@@ -16,7 +16,18 @@ from typing import Any, Final
 
 from ..dialects.base import check_size
 from ..errors import PromptError
-from .conversion import PASSED, Context, Conversation, Message, Unknown, blocks_of, function, text_member, tools_of
+from .conversion import (
+    PASSED,
+    Context,
+    Conversation,
+    Message,
+    Unknown,
+    begins_answer,
+    blocks_of,
+    function,
+    text_member,
+    tools_of,
+)
 
 _BILLING: Final = "x-anthropic-billing-header"
 
@@ -42,7 +53,7 @@ def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> C
     except Unknown as error:
         unknown = error
     ours = context.engine == "treeline"
-    if ours and unknown is None and _is_begun(chat):
+    if ours and unknown is None and begins_answer(chat):
         made |= {"continue_final_message": True, "add_generation_prompt": False}
     tools = _tools(body, messages, context.engine)
     if tools:
@@ -50,12 +61,6 @@ def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> C
         made["tool_choice"] = _choice(body.get("tool_choice"), ours)
     made |= _thinking(body, context.engine, made.get("chat_template_kwargs"))
     return Conversation({**made, "messages": chat}, unknown)
-
-
-def _is_begun(chat: list[Message]) -> bool:
-    """Whether the last message is an answer to be continued."""
-    last = chat[-1] if chat else {}
-    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 def _role(message: Any) -> Any:

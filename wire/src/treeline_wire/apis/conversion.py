@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -52,6 +52,10 @@ class Conversation(msgspec.Struct, frozen=True):
         return self.unknown is None
 
 
+Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
+"""Makes a chat of a request's body and its conversation."""
+
+
 def takes_inline_system(template: ChatTemplate, *, must_show: bool) -> bool:
     """Whether a template accepts a system message inside a chat; `must_show`: and prints it. Raises `NeedsWorkerError`
     and `TemplateBusyError` like `ChatTemplate.render`."""
@@ -73,6 +77,12 @@ def items_of(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise PromptError(name, "must be a list")
     return value
+
+
+def begins_answer(chat: list[Message]) -> bool:
+    """Whether the last message is an answer to be continued."""
+    last = chat[-1] if chat else {}
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 def many_values(text: str) -> int:

@@ -1,6 +1,6 @@
 """Answers of another chat API, whole or as events.
 
-Both APIs describe an output as blocks, one after the other. White space alone begins no text: models separate
+All of them describe an output as blocks, one after the other. White space alone begins no text: models separate
 reasoning, calls and texts by it.
 """
 
@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.source import CallArguments, CallBegun, Part, Said, Thought
-from treeline_runtime.server.apis.answers import MessageEvent, ResponseEvent
+from treeline_runtime.server.apis.answers import MessageEvent, OllamaAnswer, ResponseEvent
 from treeline_runtime.server.chat import choices
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import Answer, named_event
@@ -23,7 +25,8 @@ from treeline_runtime.server.pacing import Pacer, encode_json
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.service import AnswerMaker, token_headers
 
-Event = ResponseEvent | MessageEvent
+_arguments = msgspec.json.Decoder(dict[str, msgspec.Raw])
+Event = ResponseEvent | MessageEvent | OllamaAnswer
 """Write an event before requesting the next one: parts of it may change."""
 Kind = Literal["text", "thought", "call"]
 
@@ -44,8 +47,17 @@ class Block:
         return "".join(self.pieces)
 
 
-def written(events: Iterator[Event]) -> Iterator[bytes]:
-    return (named_event(event.type, event) for event in events)
+def arguments_object(arguments: str) -> Any:
+    """A call's arguments as an object, as the model wrote it. If they are not one (cut off or wrong), their text under
+    a special name, so that nothing is lost or invented."""
+    if not arguments.strip():
+        return {}
+    raw = arguments.encode()
+    try:
+        _arguments.decode(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return {"raw_arguments": arguments}
+    return msgspec.Raw(raw)
 
 
 class EventMaker(AnswerMaker):
@@ -75,6 +87,10 @@ class EventMaker(AnswerMaker):
         """Returns the events of the last output. `reasoning_tokens`: None = unknown. Raises ApiError for an end that
         the API cannot express."""
 
+    def write(self, event: Any) -> bytes:
+        """An event as bytes of the stream."""
+        return named_event(event.type, event)
+
     @abstractmethod
     def block_begun(self, block: Block) -> Iterator[Event]: ...
 
@@ -98,7 +114,7 @@ class EventMaker(AnswerMaker):
 
     async def frames(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
         made = list[bytes]()
-        await self._tell(out, pacer, lambda events: made.extend(written(events)))
+        await self._tell(out, pacer, lambda events: made.extend(map(self.write, events)))
         return made
 
     async def whole(self, outs: list[TextOut]) -> Answer:

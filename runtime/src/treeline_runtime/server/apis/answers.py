@@ -201,3 +201,49 @@ class AnthropicError(Struct):
 
     type: Literal["error"]
     error: AnthropicErrorDetail
+
+
+# ---- /api/chat, /api/generate ---------------------------------------------------------------------------------------
+
+
+class OllamaFunction(Struct):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(Struct):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(Struct):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | Maybe = UNSET
+    tool_calls: list[OllamaCall] | Maybe = UNSET
+
+
+class OllamaAnswer(Struct, kw_only=True):
+    """A whole answer, or a line of a stream: chats have `message`, others `response` and `thinking`. The last line of a
+    stream is `done`; its durations are in nanoseconds."""
+
+    model: str
+    created_at: str
+    message: OllamaMessage | Maybe = UNSET
+    response: str | Maybe = UNSET
+    thinking: str | Maybe = UNSET
+    done: bool = False
+    done_reason: Literal["stop", "length", "load"] | Maybe = UNSET
+    total_duration: int | Maybe = UNSET
+    load_duration: int | Maybe = UNSET
+    prompt_eval_count: int | Maybe = UNSET
+    prompt_eval_duration: int | Maybe = UNSET
+    eval_count: int | Maybe = UNSET
+    eval_duration: int | Maybe = UNSET
+
+
+class OllamaError(Struct):
+    """Any error answer of Ollama's paths, and the last line of a failed stream."""
+
+    error: str

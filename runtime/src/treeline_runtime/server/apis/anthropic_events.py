@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Response
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import schema
 from treeline_runtime.server.apis import answers
-from treeline_runtime.server.apis.answering import Block, Event, EventMaker
+from treeline_runtime.server.apis.answering import Block, Event, EventMaker, arguments_object
 from treeline_runtime.server.apis.anthropic_fields import MessagesBody
 from treeline_runtime.server.dependencies import Call, call_of, converting
 from treeline_runtime.server.errors import ApiError, anthropic_error
 from treeline_runtime.server.http import named_event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.prompts import Prompts
-
-_arguments = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
 
 router = APIRouter()
 
@@ -120,7 +116,7 @@ class MessageEvents(EventMaker):
             case "thought":
                 made.thinking = block.text
             case "call":
-                made.input = _input(block.text)
+                made.input = arguments_object(block.text)
         yield answers.MessageEvent("content_block_stop", index=block.index)
 
     def _usage(self, out: TextOut) -> answers.MessageUsage:
@@ -129,16 +125,3 @@ class MessageEvents(EventMaker):
             return answers.MessageUsage(prompt_tokens, out.completion_tokens)
         cached = min(out.cached_tokens, prompt_tokens)
         return answers.MessageUsage(prompt_tokens - cached, out.completion_tokens, cached, 0)
-
-
-def _input(arguments: str) -> Any:
-    """The arguments as an object, as the model wrote it. If they are not one (cut off or wrong), their text under a
-    special name, so that nothing is lost or invented."""
-    if not arguments.strip():
-        return {}
-    raw = arguments.encode()
-    try:
-        _arguments.decode(raw)
-    except (msgspec.MsgspecError, RecursionError):
-        return {"raw_arguments": arguments}
-    return msgspec.Raw(raw)

@@ -18,7 +18,7 @@ from msgspec import UNSET
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import schema
 from treeline_runtime.server.apis import answers
-from treeline_runtime.server.apis.answering import Block, Event, EventMaker, written
+from treeline_runtime.server.apis.answering import Block, Event, EventMaker
 from treeline_runtime.server.apis.responses_fields import ResponsesBody
 from treeline_runtime.server.chat import call_id
 from treeline_runtime.server.dependencies import Call, call_of, converting
@@ -89,8 +89,8 @@ class ResponseEvents(EventMaker):
 
     def failed(self, error: ApiError) -> bytes:
         """Earlier output stays."""
-        ended = b"".join(written(self.end_blocks(cut=True)))
-        return ended + b"".join(written(iter([self._failed(error.told["message"])])))
+        ended = b"".join(map(self.write, self.end_blocks(cut=True)))
+        return ended + self.write(self._failed(error.told["message"]))
 
     def _failed(self, message: str) -> answers.ResponseEvent:
         self.answer.status, self.answer.error = "failed", answers.ResponseError("server_error", message)
