@@ -251,7 +251,8 @@ async def test_the_page_may_load_nothing_from_elsewhere_and_be_in_no_frame() -> 
             answer = await running.get(f"/console/{path}")
             policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
             assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-            assert {policy[f"{what}-src"] for what in ("script", "style", "connect", "img")} == {"'self'"}
+            assert {policy[f"{what}-src"] for what in ("script", "style", "connect")} == {"'self'"}
+            assert policy["img-src"] == "'self' blob:", "pictures that the user chose, and no URL"
             assert policy["require-trusted-types-for"] == "'script'"
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert answer.headers["cache-control"] == "no-store"

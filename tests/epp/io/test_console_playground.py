@@ -158,6 +158,40 @@ async def test_foreign_answers_models_tools_and_errors_are_shown_as_text(tmp_pat
         assert await tab.run("window.hacked") is None
 
 
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+async def choose(tab: Tab, name: str, kind: str = "image/png") -> None:
+    """Choose a picture of one pixel, as a user would with the button."""
+    await tab.run(f"""(() => {{
+        const bytes = Uint8Array.from(atob("{PIXEL}"), one => one.charCodeAt(0)), given = new DataTransfer();
+        given.items.add(new File([bytes], {name!r}, {{type: {kind!r}}}));
+        document.querySelector('#pictures').files = given.files;
+        document.querySelector('#pictures').dispatchEvent(new Event('change'));
+    }})()""")
+
+
+async def test_pictures_are_shown_sent_before_the_text_and_can_be_left_out(tmp_path: Path) -> None:
+    gateway = Gateway(answers=[[{"content": "A dot."}], [{"content": "Still a dot."}]])
+    async with playground(tmp_path, gateway) as tab:
+        await listed(tab)
+        await choose(tab, HOSTILE)
+        await choose(tab, "two.png")
+        await choose(tab, "paper.pdf", "application/pdf")
+        assert await tab.run("document.querySelectorAll('#attached img').length") == 2
+        await tab.until("document.querySelector('#attached img').naturalWidth === 1")
+        await tab.run("document.querySelectorAll('#attached button')[1].click()")
+        await send(tab, "What is it?", 1)
+        assert await tab.run("document.querySelectorAll('#attached img').length") == 0
+        assert await tab.run("document.querySelector('#turns .pictures img').alt") == HOSTILE
+        await send(tab, "Sure?", 2)
+        picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+        first = {"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}
+        assert gateway.asked[0]["messages"] == [first]
+        answered = {"role": "assistant", "content": "A dot."}
+        assert gateway.asked[1]["messages"] == [first, answered, {"role": "user", "content": "Sure?"}]
+
+
 async def test_settings_are_sent_and_errors_in_them_are_named_before(tmp_path: Path) -> None:
     gateway = Gateway(answers=[[{"content": '{"city": "Rome"}'}]])
     async with playground(tmp_path, gateway) as tab:

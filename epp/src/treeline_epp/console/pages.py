@@ -29,7 +29,7 @@ _POLICY: Final = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "connect-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' blob:",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",

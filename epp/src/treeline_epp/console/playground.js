@@ -2,6 +2,7 @@
 
 import {by, milliseconds, node, number, percent} from "./dom.js";
 import {chat, models, Refused} from "./openai.js";
+import * as pictures from "./pictures.js";
 import {asCurl, asPython} from "./snippets.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
@@ -26,6 +27,7 @@ export async function start(names) {
   by("copy").addEventListener("click", copy);
   by("close").addEventListener("click", () => by("snippet").close());
   by("key").addEventListener("change", listModels);
+  pictures.start();
   await listModels();
 }
 
@@ -79,11 +81,16 @@ function request(said) {
 
 async function send() {
   const text = by("message").value;
-  if (stopper || !text.trim()) return;
-  await ask([...messages, {role: "user", content: text}], () => {
-    addTurn("You", text);
+  if (stopper || !(text.trim() || pictures.any())) return;
+  const said = await written(text);
+  if (said && !stopper) await ask([...messages, said], () => {
+    addTurn("You", ...pictures.take(), text);
     by("message").value = "";
   });
+}
+
+async function written(text) {
+  try { return await pictures.message(text); } catch (error) { by("ask-trouble").textContent = error.message; }
 }
 
 function retry() {
@@ -217,12 +224,12 @@ function figuresOf(answer) {
   return shown;
 }
 
-function offer(written) {
+async function offer(form) {
   const text = by("message").value.trim();
   by("ask-trouble").textContent = "";
   try {
-    const asked = text ? [...messages, {role: "user", content: text}] : messages.slice(0, messages.findLastIndex(one => one.role !== "assistant") + 1);
-    by("snippet-text").value = written(location.origin, request(asked.length ? asked : [{role: "user", content: "Hello"}]), keyed);
+    const asked = text || pictures.any() ? [...messages, await pictures.message(text)] : messages.slice(0, messages.findLastIndex(one => one.role !== "assistant") + 1);
+    by("snippet-text").value = form(location.origin, request(asked.length ? asked : [{role: "user", content: "Hello"}]), keyed);
     by("copy").textContent = "Copy";
     by("snippet").showModal();
   } catch (error) {

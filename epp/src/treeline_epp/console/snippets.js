@@ -2,11 +2,14 @@
 
 const quoted = text => "'" + text.replaceAll("'", "'\\''") + "'";
 
+const MOST_ARGUMENT = 100_000; // Linux takes 128 KiB; with pictures a body is longer
+
 export function asCurl(origin, body, keyed) {
+  const json = JSON.stringify(body, null, 2), long = json.length > MOST_ARGUMENT;
   return [
     `curl ${origin}/v1/chat/completions -N -H 'content-type: application/json'`,
     ...keyed ? [`  -H "authorization: Bearer $TREELINE_API_KEY"`] : [],
-    `  -d ${quoted(JSON.stringify(body, null, 2))}`,
+    long ? `  -d @- <<'END'\n${json}\nEND` : `  -d ${quoted(json)}`,
   ].join(" \\\n") + "\n";
 }
 
