@@ -121,16 +121,16 @@ class MediaRunner(Runner):
     def __init__(self, model: Decoder, items: Sequence[Shown], adapter: Adapter | None = None) -> None:
         super().__init__(model, adapter=adapter)
         assert model.media is not None
-        assert model.mrope is not None
         with torch.inference_mode():
             self._encoded = list(zip((item for item, _ in items), model.media.encode(items), strict=True))
-        self._positions = torch.from_numpy(model.mrope.positions(128, [item for item, _ in items])[0])
+        if model.mrope is not None:
+            self._positions = torch.from_numpy(model.mrope.positions(128, [item for item, _ in items])[0])
 
     def embed(self, ids: list[int], positions: torch.Tensor, context: Context) -> torch.Tensor:
         assert self.model.media is not None
-        assert self.model.mrope is not None
         x = self.model.embed(torch.tensor(ids).clamp(max=IMAGE))
-        context.cos, context.sin = self.model.mrope.tables(self._positions[:, positions])
+        if self.model.mrope is not None:
+            context.cos, context.sin = self.model.mrope.tables(self._positions[:, positions])
         deep = torch.zeros(self.model.media.depth, *x.shape)
         for item, encoded in self._encoded:
             there = (positions >= item.start) & (positions < item.start + item.count)

@@ -117,16 +117,16 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An image or video in a prompt: where its tokens are, and the input of the encoder."""
+    """An image, video or sound in a prompt: where its tokens are, and the input of the encoder."""
 
-    kind: Literal["image", "video"]
+    kind: Literal["image", "video", "audio"]
     start: int
     """Its first token's index in `input_ids`, which has `treeline_wire.media.item_ids` there."""
     count: int
     """Its tokens."""
     digest: bytes
     grid: tuple[int, int, int]
-    """Frames, rows and columns of patches, before any are merged."""
+    """Frames, rows and columns of patches, before any are merged. Of a spectrogram: frames with sound, 1, 1."""
     shape: tuple[int, ...]
     """Of the processor's output."""
     path: str

@@ -95,9 +95,10 @@ def _check(model: ModelConfig, family: Family) -> None:
         _check_size("the number of experts", model.moe.num_experts)
         _check_size("an expert's intermediate size", model.moe.intermediate_size)
         _check_size("the shared expert's intermediate size", model.moe.shared_intermediate_size)
-    for name, size in asdict(model.vision).items() if model.vision is not None else ():
-        if isinstance(size, int):
-            _check_size(f"{name} of vision_config", size)
+    for encoder in (model.vision, model.audio):
+        for name, size in asdict(encoder).items() if encoder is not None else ():
+            if isinstance(size, int):
+                _check_size(f"{name} of the encoder", size)
     if model.num_heads % model.num_kv_heads:
         raise ModelError(
             f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} key/value heads"

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from treeline_runtime.collectives import Ranks
 from treeline_runtime.context import Context
 from treeline_runtime.models.adapters import Site, site_of
+from treeline_runtime.models.audio import AudioEncoder
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.models.media import MediaEncoder
@@ -294,6 +295,8 @@ class Decoder:
             self.mrope = MRope(config.mrope, *self.rope)
         if config.vision is not None and weights.rank.is_first_stage:
             self.media = VisionEncoder(config.vision, weights)
+        if config.audio is not None:
+            self.media = AudioEncoder(config.audio, weights)
 
     @property
     def sites(self) -> list[Site]:

@@ -122,6 +122,26 @@ class VisionConfig:
 
 
 @dataclass(frozen=True)
+class AudioConfig:
+    """An encoder of sound: convolutions over a spectrogram, then a transformer."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    bins: int
+    """Frequencies of the spectrogram."""
+    channels: int
+    """Of the convolutions."""
+    chunk: int
+    """Frames that are convolved together."""
+    window: int
+    """Frames that see each other; whole chunks."""
+    out_size: int
+    """The decoder's hidden size."""
+
+
+@dataclass(frozen=True)
 class MRopeConfig:
     """Rotation by three positions, of frame, row and column. Text has three equal ones."""
 
@@ -173,7 +193,9 @@ class ModelConfig:
     moe: MoeConfig | None = None
     """None: all layers are dense."""
     vision: VisionConfig | None = None
-    """None: text alone."""
+    """None: it reads no images."""
+    audio: AudioConfig | None = None
+    """None: it reads no sound."""
     mrope: MRopeConfig | None = None
     placeholders: Mapping[str, int] = field(default_factory=dict)
     """By kind of item, image or video: the id that stands for one of its tokens."""

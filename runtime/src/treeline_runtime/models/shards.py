@@ -108,9 +108,10 @@ def check_ranks(config: ModelConfig, count: int, stages: int = 1, ep_size: int =
         raise ModelError(
             f"{config.architecture} has {config.num_layers} layers: --pp-size {stages} leaves a stage without one"
         )
-    if config.vision is not None and max(count, stages, ep_size) > 1:
+    if (config.vision is not None or config.audio is not None) and max(count, stages, ep_size) > 1:
+        what = "images" if config.vision is not None else "sound"
         raise ModelError(
-            f"{config.architecture} reads images, which is not supported on several ranks: leave --tp-size, --pp-size "
+            f"{config.architecture} reads {what}, which is not supported on several ranks: leave --tp-size, --pp-size "
             "and --ep-size out"
         )
     heads, kv_heads, moe = config.num_heads, config.num_kv_heads, config.moe

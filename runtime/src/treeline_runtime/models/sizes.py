@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
-from treeline_runtime.models.model_config import ModelConfig, VisionConfig
+from treeline_runtime.models.model_config import AudioConfig, ModelConfig, VisionConfig
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
 from treeline_runtime.models.shards import WHOLE, Rank, own
 
@@ -56,6 +56,7 @@ def _parts(model: ModelConfig, element_bytes: int, scheme: Scheme | None, stage:
         *_experts(model, element_bytes),
         _norms(model, element_bytes, stage),
         _vision(model.vision if stage.is_first_stage else None, element_bytes),
+        _audio(model.audio, element_bytes),
     ]
     return [part for part in found if part.parameters]
 
@@ -126,3 +127,13 @@ def _vision(config: VisionConfig | None, element_bytes: int) -> Part:
         count = config.depth * (attention + feed_forward + 2 * norm) + patches + config.learned_side**2 * size
         count += merger + norm + len(config.deepstack) * (merger + 2 * block)
     return Part("vision encoder", count, 0, count * element_bytes)
+
+
+def _audio(config: AudioConfig | None, element_bytes: int) -> Part:
+    count = 0
+    if config is not None:
+        size, inner, channels = config.hidden_size, config.intermediate_size, config.channels
+        layer = 4 * size * (size + 1) + inner * (size + 1) + size * (inner + 1) + 4 * size
+        convolutions = channels * (9 + 1) + 2 * channels * (9 * channels + 1) + size * channels * -(-config.bins // 8)
+        count = config.depth * layer + convolutions + 2 * size + size * (size + 1) + config.out_size * (size + 1)
+    return Part("audio encoder", count, 0, count * element_bytes)

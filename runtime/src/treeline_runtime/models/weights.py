@@ -25,8 +25,8 @@ PREFIX = "model."
 """Prefix of the decoder's tensors."""
 PREFIXES = ("model.language_model.", PREFIX, "")
 """Its forms in files: beside an encoder, in language models, and in checkpoints of a decoder alone (`Qwen3Model`)."""
-VISION = "visual."
-"""Prefix of the encoder's tensors. Newer versions of transformers put it behind `PREFIX`."""
+ENCODERS = VISION, AUDIO, PROJECTOR = "visual.", "audio_tower.", "multi_modal_projector."
+"""Prefixes of encoders' tensors. Newer versions of transformers put them behind `PREFIX`."""
 EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
 SINGLE = "model.safetensors"
@@ -94,8 +94,8 @@ class Checkpoint:
         embedding = EMBEDDING.removeprefix(PREFIX)
         found = [prefix for prefix in PREFIXES if prefix + embedding in self._file_of]
         self._prefix = found[0] if found else PREFIX
-        is_inside = any(name.startswith(PREFIX + VISION) for name in self._file_of)
-        self._vision = PREFIX + VISION if is_inside else VISION
+        is_inside = any(name.startswith(tuple(PREFIX + encoder for encoder in ENCODERS)) for name in self._file_of)
+        self._of_encoders = PREFIX if is_inside else ""
         self._streamed = None if device.type in MAPPED else self._stream()
         size = sum((self._dir / file).stat().st_size for file in set(self._file_of.values()))
         self._progress = _Progress(size // (rank.count * rank.stages))
@@ -173,10 +173,9 @@ class Checkpoint:
 
     def _saved(self, name: str) -> str:
         """Its name in the files."""
-        for prefix, saved in ((PREFIX, self._prefix), (VISION, self._vision)):
-            if name.startswith(prefix):
-                return saved + name.removeprefix(prefix)
-        return name
+        if name.startswith(PREFIX):
+            return self._prefix + name.removeprefix(PREFIX)
+        return self._of_encoders + name if name.startswith(ENCODERS) else name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:
         return any(name.endswith(endings) for name in self._file_of)

@@ -30,7 +30,8 @@ _ENCODER = _SIZES | words(
 )
 
 
-def _unnested(config: Config) -> Config:
+def unnested(config: Config) -> Config:
+    """The decoder's settings among those of the whole. Raises ModelError."""
     text = config.get("text_config") or {}
     if not isinstance(text, Mapping):
         raise ModelError(f"config.json: text_config must be an object, not {text!r}")
@@ -175,7 +176,7 @@ QWEN2_5_VL = Family(
     },
     not_used=QWEN2.not_used,
     rope=_rope,
-    unnested=_unnested,
+    unnested=unnested,
 )
 QWEN3_VL = Family(
     "Qwen3VLForConditionalGeneration",
@@ -196,5 +197,5 @@ QWEN3_VL_MOE = Family(
     defaults={"num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 5e5, **_IDS},
     not_used={"norm_topk_prob": (True,)},
     rope=_rope,
-    unnested=_unnested,
+    unnested=unnested,
 )
