@@ -102,7 +102,7 @@ def reserved_bytes(
     heads = 3 * model.num_heads + 2 * model.num_kv_heads
     captured = 2 * model.hidden_size + max(3 * model.intermediate_size, heads * model.head_dim, experts)
     steps = (limits.chunk * experts + limits.graph_tokens * captured) * element_bytes
-    return tables + logits + steps + OTHER_BYTES + (ENCODER_BYTES if model.vision is not None else 0)
+    return tables + logits + steps + OTHER_BYTES + (ENCODER_BYTES if model.vision or model.audio else 0)
 
 
 def kv_budget(config: EngineConfig, free: int, total: int) -> int:

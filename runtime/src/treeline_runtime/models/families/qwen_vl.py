@@ -185,7 +185,7 @@ QWEN3_VL = Family(
     reads=words(f"attention_bias {_READS}"),
     defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5, **_IDS},
     rope=_rope,
-    unnested=_unnested,
+    unnested=unnested,
 )
 QWEN3_VL_MOE = Family(
     "Qwen3VLMoeForConditionalGeneration",
