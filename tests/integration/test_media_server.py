@@ -1,4 +1,4 @@
-"""A real server with small models that read images, asked by the openai client: the answers are those of transformers."""
+"""A real server with small models that read images, asked by the openai client, answers as transformers does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 def make_model(family: str, folder: Path) -> Any:
     """Write a model of this family with a tokenizer, and return transformers' model of the same weights."""
     make_media_checkpoint(folder)
-    ids = {name: token for name, token in _tokens(folder).items()}
+    ids = _tokens(folder)
     text, encoder = FAMILIES[family]
     patch = PROCESSOR["patch_size"]
     torch.manual_seed(0)

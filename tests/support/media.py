@@ -83,7 +83,7 @@ class Decoder:
     def __init__(self, model: Path, most: int = 1 << 30) -> None:
         self.runner = asyncio.Runner()
         self.files = MediaFiles(most)
-        self.pool = MediaPool(str(model), PIXELS, self.files)
+        self.pool = MediaPool(str(model), "image", PIXELS, self.files)
         self.runner.run(self._start())
 
     async def _start(self) -> None:

@@ -168,6 +168,14 @@ class ServerArgs(SchedulerConfig):
         at_least=1,
         help="pixels of an image, known before it is decoded (default: %(default)s)",
     )
+    max_audio_seconds: int = setting(
+        1200,
+        group="serving",
+        rare=True,
+        metavar="S",
+        at_least=1,
+        help="length of a recording (default: %(default)s)",
+    )
     media_timeout: float = setting(
         30.0,
         group="serving",

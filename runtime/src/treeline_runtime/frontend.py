@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httptools
 import msgspec
@@ -351,11 +351,13 @@ def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -
 def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:
     """What requests may have besides text; None if the model reads text alone."""
     spec = model.prompts.bundle.media
-    if spec is None or "image" not in spec.placeholders or model.pooling is not None:
+    if spec is None or model.pooling is not None:
         return None
-    lacking = [name for name in ("transformers", "PIL", "httpcore2") if importlib.util.find_spec(name) is None]
-    why = f"this server lacks {' and '.join(lacking)} to read images: install treeline-runtime[media]"
-    return MediaRules(spec, args.max_images, why if lacking else None)
+    kind: Literal["image", "audio"] = "audio" if "audio" in spec.placeholders else "image"
+    needed = ("transformers", "av" if kind == "audio" else "PIL", "httpcore2")
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
+    why = f"this server lacks {' and '.join(lacking)} to read media: install treeline-runtime[media]"
+    return MediaRules(spec, kind, args.max_images, why if lacking else None)
 
 
 def _media_reader(args: ServerArgs, model: ServedModel, rules: MediaRules) -> MediaReader:
@@ -368,7 +370,8 @@ def _media_reader(args: ServerArgs, model: ServedModel, rules: MediaRules) -> Me
     except ValueError as error:
         raise ServeError(f"--allowed-media-domains: {error}") from None
     outputs = files.MediaFiles()
-    processes = pool.MediaPool(str(model.directory.absolute()), args.max_image_pixels, outputs)
+    limit = args.max_image_pixels if rules.kind == "image" else args.max_audio_seconds
+    processes = pool.MediaPool(str(model.directory.absolute()), rules.kind, limit, outputs)
     return reading.MediaReader(rules, model.prompts.placeholders, processes, outputs, fetcher, args.media_timeout)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from treeline_wire.media import Kind
 
 GREEDY_BELOW = 1e-6
 """Lower temperatures mean greedy decoding."""
@@ -119,7 +120,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
 class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """An image, video or sound in a prompt: where its tokens are, and the input of the encoder."""
 
-    kind: Literal["image", "video", "audio"]
+    kind: Kind
     start: int
     """Its first token's index in `input_ids`, which has `treeline_wire.media.item_ids` there."""
     count: int

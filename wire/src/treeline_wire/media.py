@@ -16,7 +16,7 @@ import binascii
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -31,9 +31,12 @@ _WORDS: Final = 8
 MAX_COUNT: Final = _LOW
 
 
+Kind: TypeAlias = Literal["image", "video", "audio"]
+
+
 class MediaSpec(Struct, frozen=True):
-    """How a model's prompts name items: the text of the placeholder token of each kind (`image`, `video`), which the
-    chat template writes once for an item, and a digest of the files that configure the model's processor.
+    """How a model's prompts name items: the text of the placeholder token of each `Kind`, which the chat template
+    writes once for an item, and a digest of the files that configure the model's processor.
     """
 
     placeholders: dict[str, str]

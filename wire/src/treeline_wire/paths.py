@@ -52,6 +52,7 @@ _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
         "/api/chat",
         "/api/generate",
         "/api/show",
+        "/v1/audio/transcriptions",
         "/v1/embeddings",
         "/pooling",
         "/classify",

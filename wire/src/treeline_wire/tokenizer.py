@@ -190,7 +190,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _media(folder: Path, tokenizer_json: str) -> MediaSpec | None:
     """Returns what the folder of a model that takes images says about them; None without placeholders or processor."""
     config = _object(folder / "config.json")
-    kinds = {config.get(f"{kind}_token_id"): kind for kind in ("image", "video")}
+    kinds = {config.get(f"{kind}_token_id"): kind for kind in ("image", "video", "audio")}
     files = {name: found for name in _PROCESSOR_FILES if (found := _object(folder / name))}
     if not files or not any(type(token) is int for token in kinds):
         return None

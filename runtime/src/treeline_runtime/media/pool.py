@@ -56,12 +56,12 @@ class Image:
 class MediaPool:
     """`start`, any number of `process`, then `stop`; all in one event loop."""
 
-    def __init__(self, folder: str, pixels: int, files: MediaFiles) -> None:
-        """folder: of the model. pixels: the most of an image."""
+    def __init__(self, folder: str, kind: str, limit: int, files: MediaFiles) -> None:
+        """folder: of the model. limit: the most pixels of an image, or seconds of a recording (kind audio)."""
         self._files = files
         self._turns = Turns[Image](MAX_WAITING)
         self._wake = asyncio.Event()
-        self._processes = ConfinedPool(partial(_Process, folder, pixels))
+        self._processes = ConfinedPool(partial(_Process, folder, kind, limit))
         self._lanes: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -151,9 +151,9 @@ class MediaPool:
 class _Process(ConfinedProcess):
     """Decodes one image at a time. Raises OSError if it cannot be started."""
 
-    def __init__(self, folder: str, pixels: int) -> None:
+    def __init__(self, folder: str, kind: str, limit: int) -> None:
         limits = ProcessLimits(SECONDS, MEMORY_BYTES, threads=True)
-        super().__init__("treeline_runtime.media.worker", limits, arguments=(folder, str(pixels)))
+        super().__init__("treeline_runtime.media.worker", limits, arguments=(folder, kind, str(limit)))
 
     def wait_ready(self, seconds: float = START_S) -> None:
         super().wait_ready(seconds)

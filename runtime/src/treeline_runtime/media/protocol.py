@@ -24,3 +24,7 @@ class Unreadable(msgspec.Struct, tag=True):
     """`why` is for the client."""
 
     why: str
+
+
+class Refused(Exception):
+    """The item cannot be read; the text is for the client."""

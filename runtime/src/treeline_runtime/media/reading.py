@@ -162,7 +162,7 @@ class MediaReader:
             input_ids=ids,
             sampling=replace(prompt.sampling, max_new_tokens=min(most, prompt.sampling.max_new_tokens)),
             items=tuple(
-                MediaItem("image", start, stored.count, digest, stored.grid, stored.shape, stored.path)
-                for start, (_, digest, stored) in sorted(zip(starts, found, strict=True), key=lambda one: one[0])
+                MediaItem(source.kind, start, stored.count, digest, stored.grid, stored.shape, stored.path)
+                for start, (source, digest, stored) in sorted(zip(starts, found, strict=True), key=lambda one: one[0])
             ),
         )

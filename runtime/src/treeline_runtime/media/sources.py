@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 from treeline_wire.dialects.media_parts import MediaPart, bytes_of
 from treeline_wire.errors import PromptError
-from treeline_wire.media import MediaSpec, item_digest
+from treeline_wire.media import Kind, MediaSpec, item_digest
 
 from treeline_runtime.messages import GenerateReq
 from treeline_runtime.server.errors import invalid, unsupported, wrong
@@ -20,8 +20,10 @@ class MediaRules(msgspec.Struct, frozen=True):
     """What requests to a model that reads images may have."""
 
     spec: MediaSpec
+    kind: Literal["image", "audio"]
+    """What the model's processor reads."""
     most: int
-    """Images of a request."""
+    """Items of a request."""
     off: str | None = None
     """Why images cannot be read here; None: they can."""
 
@@ -29,7 +31,7 @@ class MediaRules(msgspec.Struct, frozen=True):
 class Source(msgspec.Struct, frozen=True, omit_defaults=True):
     """An image of a request. `param`: its place in the body."""
 
-    kind: str
+    kind: Kind
     param: str
     url: str = ""
     """Where to fetch it; "": here it is."""
@@ -57,8 +59,10 @@ def read_sources(
         raise unsupported(every[0].param, "this model reads texts only")
     if rules.off is not None:
         raise unsupported(every[0].param, rules.off)
+    if (other := next((part for part in every if part.kind != rules.kind), None)) is not None:
+        raise unsupported(other.param, f"this model reads texts and items of kind {rules.kind!r}")
     if len(every) > rules.most:
-        raise wrong(every[0].param, f"The request has {len(every)} images, more than {rules.most} (--max-images)")
+        raise wrong(every[0].param, f"The request has {len(every)} items, more than {rules.most} (--max-images)")
     for name in MEDIA_SETTINGS:
         if not is_neutral(name, body.get(name)):
             raise unsupported(name, "images are read as the model's processor is configured")

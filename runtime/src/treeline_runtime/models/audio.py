@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from treeline_runtime.messages import MediaItem
 from treeline_runtime.models.model_config import AudioConfig
-from treeline_runtime.models.vision import Compute, linear
+from treeline_runtime.models.vision import Norm, Projection
 from treeline_runtime.models.weights import AUDIO, PROJECTOR, Weights
 
+EPS = 1e-5
 _LARGEST_HALF = torch.finfo(torch.float16).max - 1000
 
 
@@ -30,14 +31,17 @@ def count_of(frames: int, chunk: int) -> int:
     return frames // chunk * tokens_of(chunk) + tokens_of(frames % chunk)
 
 
-def _norm(weights: Weights, name: str, size: int) -> Compute:
-    weight, bias = weights.take(f"{name}.weight", size), weights.take(f"{name}.bias", size)
-    return lambda x: F.layer_norm(x, (size,), weight, bias)
+class Convolution:
+    """Halves both sides of a picture of the sound."""
 
+    def __init__(self, weights: Weights, name: str, outputs: int, inputs: int) -> None:
+        self._weight, self._bias = (
+            weights.take(f"{name}.weight", outputs, inputs, 3, 3),
+            weights.take(f"{name}.bias", outputs),
+        )
 
-def _convolution(weights: Weights, name: str, outputs: int, inputs: int) -> Compute:
-    weight, bias = weights.take(f"{name}.weight", outputs, inputs, 3, 3), weights.take(f"{name}.bias", outputs)
-    return lambda x: F.gelu(F.conv2d(x, weight, bias, stride=2, padding=1))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.conv2d(x, self._weight, self._bias, stride=2, padding=1))
 
 
 class Block:
@@ -47,12 +51,13 @@ class Block:
         prefix, size, inner = f"{AUDIO}layers.{layer}.", config.hidden_size, config.intermediate_size
         self._heads = config.heads
         q, k, v, self._out = (
-            linear(weights, f"{prefix}self_attn.{name}_proj", size, size) for name in ("q", "k", "v", "out")
+            Projection(weights, f"{prefix}self_attn.{name}_proj", size, size) for name in ("q", "k", "v", "out")
         )
         self._qkv = (q, k, v)
-        self._first = linear(weights, f"{prefix}fc1", inner, size)
-        self._second = linear(weights, f"{prefix}fc2", size, inner)
-        self._norms = [_norm(weights, f"{prefix}{name}_layer_norm", size) for name in ("self_attn", "final")]
+        self._first = Projection(weights, f"{prefix}fc1", inner, size)
+        self._second = Projection(weights, f"{prefix}fc2", size, inner)
+        names = ("self_attn_layer_norm", "final_layer_norm")
+        self._norms = [Norm(weights, prefix + name, size, rms=False, eps=EPS) for name in names]
 
     def __call__(self, x: torch.Tensor, windows: Sequence[int]) -> torch.Tensor:
         """x (tokens, hidden); windows: so many tokens see each other."""
@@ -76,14 +81,13 @@ class AudioEncoder:
         self._dtype, self._device = weights.dtype, weights.device
         size, channels, bins = config.hidden_size, config.channels, config.bins
         self._convolutions = [
-            _convolution(weights, f"{AUDIO}conv2d{i + 1}", channels, 1 if i == 0 else channels) for i in range(3)
+            Convolution(weights, f"{AUDIO}conv2d{i}", channels, 1 if i == 1 else channels) for i in (1, 2, 3)
         ]
-        flat = weights.take(f"{AUDIO}conv_out.weight", size, channels * tokens_of(bins))
-        self._flat: Compute = lambda x: F.linear(x, flat)
+        self._flat = weights.take(f"{AUDIO}conv_out.weight", size, channels * tokens_of(bins))
         self._blocks = [Block(config, weights, layer) for layer in range(config.depth)]
-        self._norm = _norm(weights, f"{AUDIO}ln_post", size)
-        self._first = linear(weights, f"{PROJECTOR}linear_1", size, size)
-        self._second = linear(weights, f"{PROJECTOR}linear_2", config.out_size, size)
+        self._norm = Norm(weights, f"{AUDIO}ln_post", size, rms=False, eps=EPS)
+        self._first = Projection(weights, f"{PROJECTOR}linear_1", size, size)
+        self._second = Projection(weights, f"{PROJECTOR}linear_2", config.out_size, size)
         self._positions = _sinusoids(tokens_of(config.chunk), size).to(self._device)
 
     def encode(self, items: Sequence[tuple[MediaItem, torch.Tensor]]) -> list[torch.Tensor]:
@@ -92,7 +96,7 @@ class AudioEncoder:
         x = torch.cat([frames.view(config.bins, -1, chunk).transpose(0, 1) for frames in sounds])[:, None]
         for convolution in self._convolutions:
             x = convolution(x)
-        x = self._flat(x.permute(0, 3, 1, 2).flatten(2))  # (chunks, tokens, hidden)
+        x = F.linear(x.permute(0, 3, 1, 2).flatten(2), self._flat)  # (chunks, tokens, hidden)
         x += self._positions.to(x.dtype)
         kept, counts = [], [item.count for item, _ in items]
         for (item, _), of_item in zip(items, x.split([frames.shape[1] // chunk for frames in sounds]), strict=True):
@@ -103,7 +107,7 @@ class AudioEncoder:
         for block in self._blocks:
             x = block(x, windows)
         x = self._second(F.gelu(self._first(self._norm(x))))
-        return list(x.split(counts))
+        return [one.clone() for one in x.split(counts)]  # a cache may keep one alone
 
 
 def _sinusoids(length: int, size: int) -> torch.Tensor:

@@ -198,7 +198,7 @@ class ModelConfig:
     """None: it reads no sound."""
     mrope: MRopeConfig | None = None
     placeholders: Mapping[str, int] = field(default_factory=dict)
-    """By kind of item, image or video: the id that stands for one of its tokens."""
+    """By kind of item: the id that stands for one of its tokens."""
 
     @property
     def longest_context(self) -> int:

@@ -41,14 +41,14 @@ class Projection:
 class Norm:
     """An RMS norm, or a LayerNorm."""
 
-    def __init__(self, weights: Weights, name: str, size: int, *, rms: bool) -> None:
-        self._weight = weights.take(f"{name}.weight", size)
+    def __init__(self, weights: Weights, name: str, size: int, *, rms: bool, eps: float = EPS) -> None:
+        self._weight, self._eps = weights.take(f"{name}.weight", size), eps
         self._bias = None if rms else weights.take(f"{name}.bias", size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._bias is None:
-            return torch.rms_norm(x, self._weight.shape, self._weight, EPS)
-        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, EPS)
+            return torch.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
 
 class FeedForward:

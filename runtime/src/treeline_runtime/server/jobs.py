@@ -32,6 +32,7 @@ Kind = Literal[
     "input_tokens",
     "ollama_chat",
     "ollama_generate",
+    "transcription",
 ]
 
 
@@ -192,6 +193,14 @@ class ChatTask(TextTask, tag="chat", frozen=True, kw_only=True):
         return msgspec.structs.replace(self, prompts=[msgspec.structs.replace(prompt, sampling=sampling)])
 
 
+class TranscriptTask(ChatTask, tag="transcript", frozen=True, kw_only=True):
+    """A chat about a recording, which is answered with its text."""
+
+    format: Literal["json", "text"] = "json"
+    knows_language: bool = False
+    """The answer is the text alone."""
+
+
 class CompletionTask(TextTask, tag="completion", frozen=True, kw_only=True):
     echoes: list[str]
     """Per prompt: its text to be echoed, or ""."""
@@ -238,4 +247,4 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
         return ApiError(self.status, **self.told)
 
 
-Task = ChatTask | CompletionTask | GenerateTask | PoolingTask | Answered
+Task = ChatTask | TranscriptTask | CompletionTask | GenerateTask | PoolingTask | Answered

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from treeline_wire.apis import ollama
 from treeline_wire.prompt import Prompt
 
-from treeline_runtime.media.sources import PromptMedia, Source, checked, parts_of_native, read_sources
+from treeline_runtime.media.sources import PromptMedia, Source, checked, named, parts_of_native, read_sources
 from treeline_runtime.messages import GenerateReq
 from treeline_runtime.server import grammars, jobs, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
-from treeline_runtime.server.apis import ollama_fields
+from treeline_runtime.server.apis import ollama_fields, transcription_fields
 from treeline_runtime.server.chat_reader import ApiReader, read_chat_task
 from treeline_runtime.server.errors import (
     ApiError,
@@ -27,6 +27,7 @@ from treeline_runtime.server.errors import (
     invalid,
     renamed,
     short,
+    unsupported,
     wrong,
 )
 from treeline_runtime.server.fields import IGNORED, convert, json_object
@@ -65,6 +66,7 @@ class Reader(openai.ModelFacts):
             "messages": lambda *read: ApiReader(self, *read).messages(),
             "count_tokens": lambda *read: ApiReader(self, *read).count_tokens(),
             "input_tokens": lambda *read: ApiReader(self, *read).input_tokens(),
+            "transcription": self._transcription,
             "ollama_chat": lambda *read: self._ollama(ollama_fields.CHAT, *read),
             "ollama_generate": lambda *read: self._ollama(ollama_fields.GENERATE, *read),
         }
@@ -72,7 +74,7 @@ class Reader(openai.ModelFacts):
         IGNORED.set(noted)
         grammars.STRICT.set(self.formats.strict_schemas)
         try:
-            raw = json_object(body)
+            raw = transcription_fields.read_form(body) if kind == "transcription" else json_object(body)
             ranks = [(name, raw.pop(name)) for name in RANK_FIELDS if name in raw]
             if kind in ("ollama_chat", "ollama_generate") and isinstance(raw.get("model"), str):
                 raw["model"] = ollama.without_tag(raw["model"], {self.name, *caller.adapters}.__contains__)
@@ -159,6 +161,20 @@ class Reader(openai.ModelFacts):
         if options.num_predict is not None and options.num_predict > 0:
             most = min(most, options.num_predict)
         return replace(task.sampled(max_new_tokens=most), stream=body.stream is not False)
+
+    def _transcription(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.TranscriptTask:
+        body = transcription_fields.TranscriptionBody.read(raw)
+        self.check_model(body.model)
+        if self.media is None or self.media.kind != "audio":
+            raise unsupported("file", "this model reads no recordings")
+        with renamed(transcription_fields.NAMES, transcription_fields.MEMBERS):
+            chat = read_chat_task(transcription_fields.chat_of(body), self, limits, caller)
+        fields = {name: getattr(chat, name) for name in jobs.ChatTask.__struct_fields__}
+        return jobs.TranscriptTask(
+            **fields | {"stream": bool(body.stream), "media": [named(media, "file") for media in chat.media]},
+            format=body.response_format or "json",
+            knows_language=bool(body.language),
+        )
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from treeline_runtime.server.fields import NEUTRAL, ON_BY_DEFAULT, Body
 Schema = dict[str, Any]
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
-JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
+JSON, EVENTS, LINES, FORM = "application/json", "text/event-stream", "application/x-ndjson", "multipart/form-data"
 OPENAI, ANTHROPIC, OLLAMA, NATIVE = "OpenAI's API", "Anthropic's API", "Ollama's API", "SGLang's API"
 STATE, VECTORS = "Probes and information", "Rerankers, rewards and other vectors"
 """Tags."""
@@ -45,10 +45,11 @@ def operation(
     lines: Any = None,
     error: Any = Error,
     body: type[Body] | None = None,
+    form: type[Body] | None = None,
 ) -> dict[str, Any]:
     """A route's description, as keywords of its decorator. `answer`, `event`, `lines`, `error`: the types of answers,
     of a stream's events or lines (None: no such streams) and errors."""
-    _KINDS.extend(kind for kind in (answer, event, lines, error, body) if kind is not None)
+    _KINDS.extend(kind for kind in (answer, event, lines, error, body, form) if kind is not None)
     content = {JSON: {"schema": reference(answer)}}
     for stream, kind in ((EVENTS, event), (LINES, lines)):
         if kind is not None:
@@ -58,6 +59,8 @@ def operation(
     if body is not None:
         _KINDS.extend(body.parts)
         extra["requestBody"] = {"required": True, "content": {JSON: {"schema": reference(body)}}}
+    if form is not None:
+        extra["requestBody"] = {"required": True, "content": {FORM: {"schema": reference(form)}}}
     return {
         "tags": [tag],
         "summary": summary,

@@ -9,7 +9,13 @@ from starlette.types import ASGIApp
 
 from treeline_runtime.server import chat, completions, native, vectors
 from treeline_runtime.server.administration import Administration
-from treeline_runtime.server.apis import anthropic_events, ollama_events, ollama_models, responses_events
+from treeline_runtime.server.apis import (
+    anthropic_events,
+    ollama_events,
+    ollama_models,
+    responses_events,
+    transcription_events,
+)
 from treeline_runtime.server.app import application
 from treeline_runtime.server.dependencies import AdminKey, ApiKey, Guarded, without_body
 from treeline_runtime.server.probes import Probes
@@ -62,6 +68,7 @@ def inference(
             anthropic_events.router,
             ollama_events.router,
             ollama_models.router(service, probes),
+            transcription_events.router,
             native.router,
             vectors.router,
             probes.keyed_router,

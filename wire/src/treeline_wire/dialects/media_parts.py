@@ -1,4 +1,4 @@
-"""Images among the parts of messages: which parts they are, and where their bytes are."""
+"""Images and recordings among the parts of messages: which parts they are, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Final
 from msgspec import Struct
 
 from ..errors import PromptError
+from ..media import Kind
 
-_KINDS: Final = {"image_url": "image"}
+_KINDS: Final[Mapping[str, Kind]] = {"image_url": "image", "audio_url": "audio", "input_audio": "audio"}
 """Types of parts, which are also the names of their members, and the kinds of items that they are."""
 _REMOTE: Final = ("https://", "http://")
 
@@ -18,13 +19,13 @@ _REMOTE: Final = ("https://", "http://")
 class MediaPart(Struct, frozen=True):
     """An item of a chat. `param`: its place in the body."""
 
-    kind: str
+    kind: Kind
     param: str
     url: str
     """`data:` with its bytes, or the place to fetch it from."""
 
 
-def kind_of(part: Any, known: Container[str]) -> str | None:
+def kind_of(part: Any, known: Container[str]) -> Kind | None:
     """The kind of item that a part is, if it is among the `known` ones; a part may leave out its type, as for vLLM."""
     if not isinstance(part, dict):
         return None
@@ -45,6 +46,8 @@ def media_parts(messages: Any, known: Container[str]) -> Iterator[MediaPart]:
 def _url_of(part: Mapping[str, Any], where: str) -> str:
     value = next(part[name] for name in _KINDS if name in part)
     url = value.get("url") if isinstance(value, dict) else value
+    if "input_audio" in part and isinstance(value, dict) and isinstance(value.get("data"), str):
+        url = f"data:audio;base64,{value['data']}"
     if not isinstance(url, str):
         raise PromptError(where, "must have a URL, https: or data:, with the bytes in base64")
     return url

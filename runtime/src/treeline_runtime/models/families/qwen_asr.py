@@ -62,7 +62,8 @@ def _describe(common: ModelConfig, config: Config) -> ModelConfig:
         window=sizes["n_window_infer"],
         out_size=sizes["output_dim"],
     )
-    return replace(QWEN3.describe(common, config), audio=encoder)
+    placeholders = {"audio": whole(config, "audio_token_id")}
+    return replace(QWEN3.describe(common, config), audio=encoder, placeholders=placeholders)
 
 
 QWEN3_ASR = Family(

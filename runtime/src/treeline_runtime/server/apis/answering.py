@@ -16,7 +16,13 @@ import msgspec
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.source import CallArguments, CallBegun, Part, Said, Thought
-from treeline_runtime.server.apis.answers import MessageEvent, OllamaAnswer, ResponseEvent
+from treeline_runtime.server.apis.answers import (
+    MessageEvent,
+    OllamaAnswer,
+    ResponseEvent,
+    TranscriptDelta,
+    TranscriptDone,
+)
 from treeline_runtime.server.chat import choices
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import Answer, named_event
@@ -26,7 +32,7 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.service import AnswerMaker, token_headers
 
 _arguments = msgspec.json.Decoder(dict[str, msgspec.Raw])
-Event = ResponseEvent | MessageEvent | OllamaAnswer
+Event = ResponseEvent | MessageEvent | OllamaAnswer | TranscriptDelta | TranscriptDone
 """Write an event before requesting the next one: parts of it may change."""
 Kind = Literal["text", "thought", "call"]
 

@@ -247,3 +247,27 @@ class OllamaError(Struct):
     """Any error answer of Ollama's paths, and the last line of a failed stream."""
 
     error: str
+
+
+# ---- /v1/audio/transcriptions ---------------------------------------------------------------------------------------
+
+
+class TranscriptUsage(Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    type: Literal["tokens"] = "tokens"
+
+
+class Transcription(Struct):
+    text: str
+    usage: TranscriptUsage
+
+
+class TranscriptDelta(Struct, tag="transcript.text.delta"):
+    delta: str
+
+
+class TranscriptDone(Struct, tag="transcript.text.done"):
+    text: str
+    usage: TranscriptUsage
