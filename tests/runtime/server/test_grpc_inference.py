@@ -143,6 +143,14 @@ def test_several_texts_and_choices_are_answered_in_order(client: Client, http: h
     assert both == [theirs[0], theirs[0], theirs[1], theirs[1]]
 
 
+def test_a_large_text_is_read_in_another_process(client: Client, http: httpx.Client) -> None:
+    text = "hello world " * 900
+    theirs = generated(http, text, max_new_tokens=2)
+    made = client("ModelInfer", asked(text, max_tokens=2))
+    assert texts_of(made) == [theirs["text"]]
+    assert made.parameters["prompt_tokens"].int64_param == theirs["meta_info"]["prompt_tokens"]
+
+
 def test_the_prompt_may_come_first(client: Client, http: httpx.Client) -> None:
     echo = tensor("exclude_input_in_output", False, datatype="BOOL", member="bool_contents")
     text = generated(http, "hello", max_new_tokens=3)["text"]

@@ -258,6 +258,23 @@ def test_an_id_is_in_use_once(stub: Any, http: httpx.Client) -> None:
     eventually(lambda: http.get("/load").json()["server_load"] == 0, what="nothing runs any more")
 
 
+def test_a_full_server_is_unavailable(model: Path) -> None:
+    port = free_base(1)
+    flags = ("--no-events", f"--grpc-port={port}", "--max-bytes-in-flight=1048576")
+    with running(model, *flags, fake=True), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = stubs.SglangSchedulerStub(channel)  # type: ignore[no-untyped-call]
+        large = asked([5] * 3000, stream=True, sampling={"max_new_tokens": 1000})
+        calls = [stub.Generate(large, timeout=60) for _ in range(40)]
+        ended = []
+        for call in calls:
+            try:
+                next(call)
+            except grpc.RpcError as error:
+                ended.append(error.code())  # type: ignore[attr-defined]
+            call.cancel()
+        assert set(ended) == {grpc.StatusCode.UNAVAILABLE}
+
+
 def test_a_draining_server_finishes_its_calls_and_refuses_others(model: Path) -> None:
     port = free_base(1)
     with (
