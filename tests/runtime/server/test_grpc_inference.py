@@ -36,7 +36,7 @@ class Client:
 
     def __call__(self, method: str, message: Any = None, *, metadata: Any = KEY, timeout: float = 60.0) -> Any:
         asked, answer = METHODS[method]
-        call = self.channel.unary_unary(f"/{SERVICE}/{method}", asked.SerializeToString, answer.FromString)  # type: ignore[misc]
+        call = self.channel.unary_unary(f"/{SERVICE}/{method}", asked.SerializeToString, answer.FromString)
         return call(asked() if message is None else message, metadata=metadata, timeout=timeout)
 
     def stream(self, *messages: Any, metadata: Any = KEY, timeout: float = 60.0) -> Any:
@@ -105,8 +105,8 @@ def generated(http: httpx.Client, text: Any, **sampling: Any) -> Any:
 def refused(status: grpc.StatusCode, call: Any) -> str:
     with pytest.raises(grpc.RpcError) as raised:
         call()
-    assert raised.value.code() == status, raised.value  # type: ignore[attr-defined]
-    return str(raised.value.details())  # type: ignore[attr-defined]
+    assert raised.value.code() == status, raised.value
+    return str(raised.value.details())
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------

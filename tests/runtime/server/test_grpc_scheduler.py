@@ -66,8 +66,8 @@ def generate(stub: Any, request: Any, **more: Any) -> list[Any]:
 def refused(status: grpc.StatusCode, call: Any) -> str:
     with pytest.raises(grpc.RpcError) as raised:
         call()
-    assert raised.value.code() == status, raised.value  # type: ignore[attr-defined]
-    return str(raised.value.details())  # type: ignore[attr-defined]
+    assert raised.value.code() == status, raised.value
+    return str(raised.value.details())
 
 
 def test_our_messages_have_the_published_names_numbers_and_types() -> None:
@@ -136,7 +136,7 @@ def tiny() -> Iterator[tuple[Any, httpx.Client]]:
         server.client() as http,
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
-        yield stubs.SglangSchedulerStub(channel), http  # type: ignore[no-untyped-call]
+        yield stubs.SglangSchedulerStub(channel), http
 
 
 @pytest.mark.deep
@@ -262,7 +262,7 @@ def test_a_full_server_is_unavailable(model: Path) -> None:
     port = free_base(1)
     flags = ("--no-events", f"--grpc-port={port}", "--max-bytes-in-flight=1048576")
     with running(model, *flags, fake=True), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub: Any = stubs.SglangSchedulerStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = stubs.SglangSchedulerStub(channel)
         large = asked([5] * 3000, stream=True, sampling={"max_new_tokens": 1000})
         calls = [stub.Generate(large, timeout=60) for _ in range(40)]
         ended = []
@@ -270,7 +270,7 @@ def test_a_full_server_is_unavailable(model: Path) -> None:
             try:
                 next(call)
             except grpc.RpcError as error:
-                ended.append(error.code())  # type: ignore[attr-defined]
+                ended.append(error.code())
             call.cancel()
         assert set(ended) == {grpc.StatusCode.UNAVAILABLE}
 
@@ -281,7 +281,7 @@ def test_a_draining_server_finishes_its_calls_and_refuses_others(model: Path) ->
         running(model, "--no-events", f"--grpc-port={port}", fake=True) as server,
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
-        stub: Any = stubs.SglangSchedulerStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = stubs.SglangSchedulerStub(channel)
         call = stub.Generate(asked([5, 6, 7], stream=True, sampling={"max_new_tokens": 300}), timeout=60)
         first = next(call)
         server.process.terminate()
