@@ -36,7 +36,7 @@ class Client:
 
     def __call__(self, method: str, message: Any = None, *, metadata: Any = KEY, timeout: float = 60.0) -> Any:
         asked, answer = METHODS[method]
-        call = self.channel.unary_unary(f"/{SERVICE}/{method}", asked.SerializeToString, answer.FromString)  # type: ignore[misc]
+        call = self.channel.unary_unary(f"/{SERVICE}/{method}", asked.SerializeToString, answer.FromString)
         return call(asked() if message is None else message, metadata=metadata, timeout=timeout)
 
     def stream(self, *messages: Any, metadata: Any = KEY, timeout: float = 60.0) -> Any:
@@ -105,8 +105,8 @@ def generated(http: httpx.Client, text: Any, **sampling: Any) -> Any:
 def refused(status: grpc.StatusCode, call: Any) -> str:
     with pytest.raises(grpc.RpcError) as raised:
         call()
-    assert raised.value.code() == status, raised.value  # type: ignore[attr-defined]
-    return str(raised.value.details())  # type: ignore[attr-defined]
+    assert raised.value.code() == status, raised.value
+    return str(raised.value.details())
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
@@ -141,6 +141,14 @@ def test_several_texts_and_choices_are_answered_in_order(client: Client, http: h
     assert texts_of(client("ModelInfer", asked("hello", "world", max_tokens=3))) == theirs
     both = texts_of(client("ModelInfer", asked("hello", "world", max_tokens=3, n=2)))
     assert both == [theirs[0], theirs[0], theirs[1], theirs[1]]
+
+
+def test_a_large_text_is_read_in_another_process(client: Client, http: httpx.Client) -> None:
+    text = "hello world " * 900
+    theirs = generated(http, text, max_new_tokens=2)
+    made = client("ModelInfer", asked(text, max_tokens=2))
+    assert texts_of(made) == [theirs["text"]]
+    assert made.parameters["prompt_tokens"].int64_param == theirs["meta_info"]["prompt_tokens"]
 
 
 def test_the_prompt_may_come_first(client: Client, http: httpx.Client) -> None:

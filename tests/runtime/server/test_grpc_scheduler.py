@@ -66,8 +66,8 @@ def generate(stub: Any, request: Any, **more: Any) -> list[Any]:
 def refused(status: grpc.StatusCode, call: Any) -> str:
     with pytest.raises(grpc.RpcError) as raised:
         call()
-    assert raised.value.code() == status, raised.value  # type: ignore[attr-defined]
-    return str(raised.value.details())  # type: ignore[attr-defined]
+    assert raised.value.code() == status, raised.value
+    return str(raised.value.details())
 
 
 def test_our_messages_have_the_published_names_numbers_and_types() -> None:
@@ -136,7 +136,7 @@ def tiny() -> Iterator[tuple[Any, httpx.Client]]:
         server.client() as http,
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
-        yield stubs.SglangSchedulerStub(channel), http  # type: ignore[no-untyped-call]
+        yield stubs.SglangSchedulerStub(channel), http
 
 
 @pytest.mark.deep
@@ -258,13 +258,32 @@ def test_an_id_is_in_use_once(stub: Any, http: httpx.Client) -> None:
     eventually(lambda: http.get("/load").json()["server_load"] == 0, what="nothing runs any more")
 
 
+def test_a_full_server_is_unavailable(model: Path) -> None:
+    port = free_base(1)
+    flags = ("--no-events", f"--grpc-port={port}", "--max-bytes-in-flight=1048576")
+    with running(model, *flags, fake=True), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = stubs.SglangSchedulerStub(channel)
+        large = asked([5] * 3000, stream=True, sampling={"max_new_tokens": 1000})
+        held: list[Any] = []
+
+        def fill() -> None:
+            for _ in range(40):
+                held.append(stub.Generate(large, timeout=60))
+                next(held[-1])  # it runs, and its bytes are counted
+
+        assert "memory" in refused(grpc.StatusCode.UNAVAILABLE, fill)
+        assert len(held) > 2
+        for call in held:
+            call.cancel()
+
+
 def test_a_draining_server_finishes_its_calls_and_refuses_others(model: Path) -> None:
     port = free_base(1)
     with (
         running(model, "--no-events", f"--grpc-port={port}", fake=True) as server,
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
-        stub: Any = stubs.SglangSchedulerStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = stubs.SglangSchedulerStub(channel)
         call = stub.Generate(asked([5, 6, 7], stream=True, sampling={"max_new_tokens": 300}), timeout=60)
         first = next(call)
         server.process.terminate()

@@ -91,7 +91,7 @@ def test_thinking_is_switched_in_the_chat_template(client: ollama.Client, think:
 def test_formats_constrain_the_answer(client: ollama.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for format in ("json", schema):
-        made = client.chat("speaks", says('{"a": 5}'), format=format)  # type: ignore[arg-type]
+        made = client.chat("speaks", says('{"a": 5}'), format=format)
         assert json.loads(made.message.content or "") == {"a": 5}
 
 

@@ -83,7 +83,10 @@ OPERATIONS = {
         ("/generate", {"text": SECRET, "sampling_params": {"max_new_tokens": 4, "temperature": 0.5}}),
         ("/v1/responses", {"input": SECRET, "max_output_tokens": 4, "temperature": 0.5, "stream": True}),
         ("/v1/messages", CHAT),
-        ("/api/chat", {"messages": CHAT["messages"], "options": {"num_predict": 4, "temperature": 0.5}}),
+        (
+            "/api/chat",
+            {"messages": CHAT["messages"], "options": {"num_predict": 4, "temperature": 0.5}, "stream": True},
+        ),
     ],
 )
 def test_a_request_is_the_child_of_its_caller_and_has_three_stages(
