@@ -89,17 +89,17 @@ class Decoder:
     async def _start(self) -> None:
         self.pool.start()
 
-    def __call__(self, data: bytes, most: int = 1 << 20, name: bytes = b"") -> Stored:
+    def __call__(self, data: bytes, most: int = 1 << 20, name: bytes = b"", client: str | None = None) -> Stored:
         """Decode an image. Raises ApiError."""
         digest = name or hash(data).to_bytes(8, "big", signed=True)
-        self.runner.run(self._process(digest, data, most))
+        self.runner.run(self._process(digest, data, most, client))
         stored = self.files.hold(digest)
         assert stored is not None
         self.files.release(digest)
         return stored
 
-    async def _process(self, digest: bytes, data: bytes, most: int) -> None:
-        await self.pool.process(Work(digest, data, "messages[0]", most))
+    async def _process(self, digest: bytes, data: bytes, most: int, client: str | None) -> None:
+        await self.pool.process(Work(digest, data, "messages[0]", most, client))
 
     def close(self) -> None:
         self.runner.run(self.pool.stop())

@@ -229,7 +229,7 @@ def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
         ({"type": "BlockRemoved", "block_hashes": 1}, DecodeReason.BAD_HASH),
         ({"type": "BlockStored", "block_hashes": [1], "parent_block_hash": "x"}, DecodeReason.BAD_HASH),
         ({"type": "BlockStored", "block_hashes": [1], "token_ids": [-1]}, DecodeReason.BAD_TOKENS),
-        ({"type": "BlockStored", "block_hashes": [1], "token_ids": [2**32]}, DecodeReason.BAD_TOKENS),
+        ({"type": "BlockStored", "block_hashes": [1], "token_ids": [2**63]}, DecodeReason.BAD_TOKENS),
         ({"type": "BlockStored", "block_hashes": [1], "token_ids": [1.5]}, DecodeReason.BAD_TOKENS),
         ({"type": "BlockStored", "block_hashes": [1], "token_ids": [[1, 2, 3]]}, DecodeReason.BAD_TOKENS),
         ({"type": "BlockStored", "block_hashes": [1], "token_ids": None}, DecodeReason.BAD_TOKENS),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.vision import PAD, WRITTEN, bundle, content, ids_of, item, picture, tokenizer
 from treeline_epp.index import items as module
 from treeline_epp.index.index import Index
@@ -27,6 +28,7 @@ from treeline_wire.events import (
 )
 from treeline_wire.keys import PrefixKeys, item_key
 from treeline_wire.media import FIRST_ID, Item, item_ids
+from treeline_wire.namespaces import join_namespace
 
 WIDTH = 16
 KEYS = PrefixKeys.from_bundle(bundle())
@@ -236,6 +238,24 @@ def test_images_that_nothing_tells_apart_stay_unknown() -> None:
     assert events.read(rest) != read, "the other is forgotten"
 
 
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_salt_beside_an_image_is_kept(bare: bool) -> None:
+    items, text = new_items(), f"some words before the image, more than a block has of them {WRITTEN} what is this?"
+    given_items = [item(picture(1), 40)]
+    ids = ids_of(text, given_items)
+    event = as_vllm(ids, stored(ids), 0, places_of(ids, given_items))
+    salt: list[object] = ["salt" if bare else ["salt"]]
+    items.expect(placed(text, items, 1).expected, "pod", 0.0)
+    read = ItemEvents(items, "pod").read(replace(event, extra_keys=[*salt, *(event.extra_keys or ())[1:]]))
+    assert isinstance(read, BlockStored)
+    index = Index()
+    pod = index.add_pod("pod", "model")
+    index.apply(pod, read, KEYS)
+    key = placed(text, items, 1).key
+    assert held(index, pod, key, join_namespace(None, "salt")) >= WIDTH * 3
+    assert held(index, pod, key) == 0
+
+
 def test_images_in_a_row_are_recognized_by_their_order() -> None:
     items, text = new_items(), f"compare {WRITTEN * 4} at length, and say which one is the best of them all"
     items.expect(placed(text, items, 1, 2, 3, 4).expected, "pod", 0.0)
@@ -244,6 +264,27 @@ def test_images_in_a_row_are_recognized_by_their_order() -> None:
     read = ItemEvents(items, "pod").read(as_vllm(ids, stored(ids), 0, places_of(ids, given_items)))
     assert isinstance(read, BlockStored)
     assert read.token_ids == list(ids[: len(read.token_ids)])
+
+
+def test_sglangs_images_end_the_match_of_a_text() -> None:
+    """Its events have numbers of 62 bits for an image's tokens, which no other program can compute
+    (`_compute_pad_values` in sglang/srt/managers/schedule_batch.py)."""
+    items, index = new_items(), Index()
+    pod = index.add_pod("pod", "model")
+    before = "please look at the following picture for as long as you need to understand it well "
+    text = f"{before}{WRITTEN} what is this?"
+    ids = ids_of(text, [item(picture(1), 64)])
+    pads = [1_000_000 + (random.Random(seed).getrandbits(62)) for seed in range(4)]
+    event = stored(ids)
+    tokens = [pads[at % 4] if token >= FIRST_ID else token for at, token in enumerate(event.token_ids)]
+    (read,) = decode_batch(encode_batch(1.0, [replace(event, token_ids=tokens)])).events
+    applied = ItemEvents(items, "pod").read(read)
+    assert applied is read
+    index.apply(pod, applied, KEYS)
+    size = len(tokenizer().encode(before).ids)
+    for seed in (1, 2):
+        assert size - 2 * WIDTH < held(index, pod, placed(text, items, seed).key) <= size
+    assert items.count(item(picture(1), 64).digest) is None
 
 
 def test_an_event_that_waits_is_forgotten_with_its_blocks() -> None:

@@ -243,13 +243,28 @@ def test_too_much_memory_ends_one_request(media_model: Path, monkeypatch: pytest
 
 
 def test_too_much_time_ends_one_request(media_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "WORKERS", 2)
     monkeypatch.setattr(pools, "SECONDS", 0.005)
     decode = Decoder(media_model)
     try:
-        before = decode.pool.pids()
-        with pytest.raises(ApiError, match="too much time or memory"):
-            decode(encoded(pixels(2048, 2048)))
-        assert decode.pool.pids() != before
+        for seed in range(3):  # more than there are processes
+            with pytest.raises(ApiError, match="too much time or memory"):
+                decode(encoded(pixels(2048, 2048, seed)))
+    finally:
+        decode.close()
+
+
+def test_a_client_whose_images_take_long_is_refused(media_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "QUICK_S", 0.0)
+    monkeypatch.setattr(pools, "CLIENT_S", 0.0)
+    decode = Decoder(media_model)
+    try:
+        decode(SMALL, client="a")
+        with pytest.raises(ApiError, match="try again in") as refused:
+            decode(SMALL, client="a")
+        assert refused.value.status == 429
+        for client in ("b", None, None):
+            decode(SMALL, client=client)
     finally:
         decode.close()
 
@@ -260,10 +275,15 @@ def test_a_killed_process_is_replaced_and_its_image_decoded_again(decode: Decode
     assert decode(SMALL, name=b"after the kill").count == 4
 
 
-def test_processes_cannot_open_anything(decode: Decoder) -> None:
-    decode(SMALL)
-    for pid in decode.pool.pids():
+def test_processes_cannot_open_anything(media_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "WORKERS", 1)
+    decode = Decoder(media_model)
+    try:
+        decode(SMALL)
+        (pid,) = decode.pool.pids()
         limits = Path(f"/proc/{pid}/limits").read_text()
         assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")] == ["0"]
         assert len(os.listdir(f"/proc/{pid}/fd")) <= 3
         assert Path(f"/proc/{pid}/environ").read_bytes() == b""
+    finally:
+        decode.close()

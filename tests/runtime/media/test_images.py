@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import http.server
 import io
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import msgspec
 import numpy as np
+import openai
 import pytest
 from PIL import Image
 from support.media import IMAGE, data_url, encoded, image_part, pixels, text_part
@@ -200,6 +204,39 @@ def test_text_needs_no_decoder(door: Door) -> None:
     assert answer.status_code == 200
 
 
+# ---- official clients -----------------------------------------------------------------------------------------------
+
+
+def test_the_client_of_openai(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+    part: Any = {"type": "image_url", "image_url": {"url": data_url(LARGE), "detail": "auto"}}
+    said: Any = [{"role": "user", "content": [{"type": "text", "text": "see "}, part]}]
+    chat = client.chat.completions.create(model="media", messages=said, max_tokens=4)
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens > 54
+    shown: Any = {"type": "input_image", "image_url": data_url(LARGE), "detail": "auto"}
+    response = client.responses.create(
+        model="media", input=[{"role": "user", "content": [shown]}], max_output_tokens=16
+    )
+    assert response.usage is not None
+    assert response.usage.input_tokens > 54
+    with pytest.raises(openai.BadRequestError, match="no image in a known format"):
+        client.responses.create(
+            model="media", input=[{"role": "user", "content": [shown | {"image_url": data_url(b"x")}]}]
+        )
+
+
+def test_the_client_of_anthropic(server: ServerProcess) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(LARGE).decode()}
+    said: Any = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "?"}]}]
+    message = client.messages.create(model="media", messages=said, max_tokens=4)
+    assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) > 54
+    said[0]["content"][0]["source"] = source | {"data": base64.b64encode(b"x").decode()}
+    with pytest.raises(anthropic.BadRequestError, match="no image in a known format"):
+        client.messages.create(model="media", messages=said, max_tokens=4)
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 PART = "messages[0].content[0]"
@@ -282,15 +319,45 @@ def test_what_a_client_left_behind_is_freed(door: Door, server: ServerProcess) -
     assert json.loads(door.http.get("/v1/loads").text)["loads"]
 
 
+def test_allowed_names_inside_the_network_are_not_fetched(media_model: Path, tmp_path: Path) -> None:
+    """The operator allowed the name; its address is this machine's all the same."""
+    asked = list[str]()
+
+    class Inside(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+
+    inside = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Inside)
+    threading.Thread(target=inside.serve_forever, daemon=True).start()
+    place = f"http://localhost:{inside.server_port}"
+    flags = ("--no-events", "--allowed-media-domains", place)
+    with (
+        running(media_model, *flags, fake=True, environment={"FAKE_ITEMS": str(tmp_path / "items")}) as server,
+        server.client() as client,
+    ):
+        for url, why in (
+            (f"{place}/secret", "not public"),
+            (f"http://127.0.0.1:{inside.server_port}/secret", "domain"),
+        ):
+            part = {"type": "image_url", "image_url": {"url": url}}
+            refused = client.post("/v1/chat/completions", json=chat(part))
+            assert refused.status_code == 400
+            assert why in refused.json()["error"]["message"]
+            assert refused.json()["error"]["param"] == PART
+    inside.shutdown()
+    inside.server_close()
+    assert asked == []
+
+
 def test_the_server_says_what_to_install(media_model: Path, tmp_path: Path) -> None:
     """Without the libraries text works."""
     hidden = {"MEDIA_LIBRARIES_HIDDEN": "1", "FAKE_ITEMS": str(tmp_path / "items")}
     with (
         running(media_model, "--no-events", fake=True, environment=hidden) as server,
-        server.client() as http,
+        server.client() as client,
     ):
-        refused = http.post("/v1/chat/completions", json=chat(image_part(A)))
+        refused = client.post("/v1/chat/completions", json=chat(image_part(A)))
         assert refused.status_code == 400
         assert "treeline-runtime[media]" in refused.json()["error"]["message"]
-        assert http.post("/v1/chat/completions", json=chat(text_part("x"))).status_code == 200
-        assert http.get("/get_model_info").json()["has_image_understanding"] is False
+        assert client.post("/v1/chat/completions", json=chat(text_part("x"))).status_code == 200
+        assert client.get("/get_model_info").json()["has_image_understanding"] is False

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .errors import WireError
+from .media import FIRST_ID
 from .namespaces import event_namespace
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
@@ -423,13 +424,15 @@ def _hash(value: Any) -> int:
 
 
 def _tokens(value: Any) -> list[int]:
-    """Returns token ids. An item may be a pair (EAGLE: token and next token); the first is the block's own."""
+    """Returns token ids. An item may be a pair (EAGLE: token and next token); the first is the block's own. SGLang has
+    wide numbers for the tokens of images, which no prompt's key can spell; their lowest 31 bits tell them apart.
+    """
     if not isinstance(value, list):
         raise _RejectedError(DecodeReason.BAD_TOKENS)
     tokens: list[int] = []
     for item in value:
         token = item[0] if isinstance(item, list) and len(item) == 2 else item
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= 0xFFFF_FFFF:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 63:
             raise _RejectedError(DecodeReason.BAD_TOKENS)
-        tokens.append(token)
+        tokens.append(token if token < 1 << 32 else FIRST_ID | token & FIRST_ID - 1)
     return tokens

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct, structs
-from treeline_wire.chat import ChatTemplate, NeedsWorkerError, Renderer, TemplateError
+from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
 from treeline_wire.template_inline import MAX_CHARS, MAX_SECONDS
 from treeline_wire.template_trace import MAX_TEXTS, DependsOnTextError, Trace, TracedTemplate, has_mark, watched
 
@@ -50,23 +50,9 @@ class LearntTemplate(ChatTemplate):
     """
 
     def __init__(
-        self,
-        source: str,
-        *,
-        special_tokens: Mapping[str, str],
-        tool_source: str | None = None,
-        pool: Renderer | None = None,
-        inline_seconds: float = MAX_SECONDS,
-        placeholders: Mapping[str, str] | None = None,
+        self, source: str, *, special_tokens: Mapping[str, str], inline_seconds: float = MAX_SECONDS, **more: Any
     ) -> None:
-        super().__init__(
-            source,
-            special_tokens=special_tokens,
-            tool_source=tool_source,
-            pool=pool,
-            inline_seconds=inline_seconds,
-            placeholders=placeholders,
-        )
+        super().__init__(source, special_tokens=special_tokens, inline_seconds=inline_seconds, **more)
         self.joined = 0
         self.differed = False
         self._seconds = inline_seconds

@@ -104,7 +104,7 @@ def _starts(event: BlockStored) -> dict[int, str]:
 
 
 def _listed(keys: Any) -> Sequence[Any]:
-    return keys if isinstance(keys, list | tuple) else ()
+    return keys if isinstance(keys, list | tuple) else () if keys is None else (keys,)
 
 
 def _is_item(key: Any) -> bool:

@@ -101,7 +101,8 @@ class TokenizerCache:
 
     def _file(self, uri: str) -> Path:
         plain = re.sub(r"[^\w.-]+", "-", uri.removeprefix("hf://"), flags=re.ASCII)[:100]
-        return self.folder / f"{plain}.{hashlib.sha256(uri.encode()).hexdigest()[:16]}.json"
+        made_of = "\n".join([uri, *FILES])  # a version that reads other files makes another bundle of them
+        return self.folder / f"{plain}.{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.json"
 
     def _prune(self, newest: Path) -> None:
         """Remove the oldest files, except the newest one, until the others fit."""

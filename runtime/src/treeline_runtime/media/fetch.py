@@ -1,6 +1,6 @@
 """Images at URLs: fetched only from domains that the operator allowed, and never from inside the network.
 
-A name is resolved once, all of its addresses are checked, and one of them is connected to, so that none can change in
+A name is resolved once, all of its addresses are checked, and these are connected to, so that none can change in
 between. Redirects are followed by hand, each of them checked as the first URL. There are no proxies, cookies or
 credentials.
 """
@@ -12,10 +12,10 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
+from weakref import WeakValueDictionary
 
 import httpcore2
 
@@ -24,9 +24,9 @@ MAX_BYTES: Final = 32 << 20
 MAX_REDIRECTS: Final = 3
 MAX_URL_CHARS: Final = 8 << 10
 MAX_PER_CLIENT: Final = 16
-"""Images that are fetched for a client at once,"""
+"""Images that are fetched for a client at once; others wait for their turn,"""
 MAX_AT_ONCE: Final = 128
-"""and for all of them."""
+"""as all beyond this number do."""
 _HEADERS: Final[Sequence[tuple[str, str]]] = (
     ("accept", "image/*"),
     ("accept-encoding", "identity"),
@@ -56,11 +56,7 @@ _SPECIAL: Final = tuple(
 
 
 class FetchError(Exception):
-    """There is no image; the text is for the client and tells nothing about the network. `busy`: try again."""
-
-    def __init__(self, why: str, *, busy: bool = False) -> None:
-        super().__init__(why)
-        self.busy = busy
+    """There is no image; the text is for the client and tells nothing about the network."""
 
 
 class AllowedDomains:
@@ -132,24 +128,30 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
             raise httpcore2.ConnectError("it cannot be resolved") from None
         if not addresses or not all(map(is_public, addresses)):
             raise FetchError("its domain has an address that is not public")
-        return await self._network.connect_tcp(addresses[0], port, *args, **options)
+        for address in addresses[:-1]:
+            with contextlib.suppress(httpcore2.ConnectError):  # of a family that is not connected here, for example
+                return await self._network.connect_tcp(address, port, *args, **options)
+        return await self._network.connect_tcp(addresses[-1], port, *args, **options)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
 class Fetcher:
-    """Fetches for clients, each of them a bounded number at once."""
+    """Fetches for clients, a bounded number at once for each."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         """Raises ValueError for an entry that is no domain."""
         self._domains = AllowedDomains(allowed)
-        self._running = Counter[str | None]()
+        self._all = asyncio.Semaphore(MAX_AT_ONCE)
+        self._of_client = WeakValueDictionary[str | None, asyncio.Semaphore]()
 
     async def fetch(self, url: str, client: str | None, grow: Callable[[int], None]) -> bytes:
         """The bytes at a URL; the caller limits the time. `grow` is told how many more come, and may raise. Raises
         FetchError."""
-        with self._place_of(client):
+        turn = self._of_client.get(client) or asyncio.Semaphore(MAX_PER_CLIENT)
+        self._of_client[client] = turn
+        async with turn, self._all:
             try:
                 async with httpcore2.AsyncConnectionPool(network_backend=_CheckedNetwork()) as pool:
                     return await self._followed(pool, url, grow)
@@ -167,18 +169,6 @@ class Fetcher:
             except (KeyError, ValueError):
                 break
         raise FetchError("its URL redirects too often, or nowhere")
-
-    @contextlib.contextmanager
-    def _place_of(self, client: str | None) -> Iterator[None]:
-        if self._running[client] >= MAX_PER_CLIENT or self._running.total() >= MAX_AT_ONCE:
-            raise FetchError("too many images are being fetched", busy=True)
-        self._running[client] += 1
-        try:
-            yield
-        finally:
-            self._running[client] -= 1
-            if not self._running[client]:
-                del self._running[client]
 
 
 async def _body(response: httpcore2.Response, told: dict[bytes, bytes], grow: Callable[[int], None]) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import time
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,14 +18,20 @@ from treeline_runtime.confined.pool import ConfinedPool, PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Vanished
 from treeline_runtime.media.files import FullError, MediaFiles, Stored
 from treeline_runtime.media.protocol import MOST, Made, Unreadable
-from treeline_runtime.server.errors import ApiError, invalid, overloaded
-from treeline_runtime.turns import Turns
+from treeline_runtime.server.errors import ApiError, invalid, overloaded, rate_limited
+from treeline_runtime.turns import ClientSeconds, Turns
 
 WORKERS = max(2, min(8, (os.cpu_count() or 1) // 4))
 MAX_WAITING = 256
 """Images that may wait for a process."""
 SECONDS = 20.0
 """For one image."""
+QUICK_S = 2.0
+"""Images decoded sooner cost their client nothing."""
+CLIENT_S = 60.0
+"""Seconds that a client's slow images may take before others of it are refused,"""
+CLIENT_S_BACK = 0.25
+"""and how many come back each second."""
 MEMORY_BYTES = 3 << 30
 """For one image, decoded and scaled, besides what the process needs."""
 START_S = 180.0
@@ -60,6 +67,7 @@ class MediaPool:
         """folder: of the model. limit: the most pixels of an image, or seconds of a recording (kind audio)."""
         self._files = files
         self._turns = Turns[Image](MAX_WAITING)
+        self._seconds = ClientSeconds(CLIENT_S, CLIENT_S_BACK)
         self._wake = asyncio.Event()
         self._processes = ConfinedPool(partial(_Process, folder, kind, limit))
         self._lanes: list[asyncio.Task[None]] = []
@@ -77,6 +85,11 @@ class MediaPool:
 
     async def process(self, image: Image) -> None:
         """Decodes an image, whose output is then in the files. Raises ApiError."""
+        if image.client is not None and (wait_s := self._seconds.wait_s(image.client)):
+            raise rate_limited(
+                f"Your images have taken too long to decode: try again in {wait_s} s, or send smaller ones",
+                ((b"retry-after", b"%d" % wait_s),),
+            )
         dropped = self._turns.put(image.client, image)
         if dropped is not None:
             _finish(dropped, overloaded("Too many images are waiting to be decoded"))
@@ -127,6 +140,7 @@ class MediaPool:
 
     async def _answer(self, process: _Process, image: Image) -> None:
         """Raises Killed if the process must be replaced."""
+        began = time.monotonic()
         try:
             _finish(image, await asyncio.to_thread(process.decode, image, self._files))
         except Vanished:
@@ -142,6 +156,9 @@ class MediaPool:
         except BaseException:
             _finish(image, overloaded(_STOPPING))
             raise
+        finally:
+            if (took_s := time.monotonic() - began) > QUICK_S and image.client is not None:
+                self._seconds.charge(image.client, took_s)
 
     def _refuse(self, why: str) -> None:
         while (image := self._turns.take(lambda _: True)) is not None:

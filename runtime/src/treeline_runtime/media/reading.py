@@ -130,8 +130,6 @@ class MediaReader:
         try:
             return await self._fetcher.fetch(source.url, client, room.grow)
         except FetchError as error:
-            if error.busy:
-                raise overloaded(f"The image was not fetched: {error}") from None
             raise invalid(source.param, str(error)) from None
 
     async def _decoded(self, image: Image) -> None:

@@ -58,7 +58,7 @@ HARMLESS: Mapping[str, str] = {
     "routed_experts_start_len": "experts are not reported",
     "task": "used only by DeepSeek-V4",
     "truncation_side": "prompts are never truncated",
-    **dict.fromkeys(MEDIA_SETTINGS, "messages have no images or audio"),
+    **dict.fromkeys(MEDIA_SETTINGS, "it concerns images alone: with some it is refused"),
 }
 """Fields without effect on an answer, and why. Any value is accepted."""
 
