@@ -93,3 +93,9 @@ def test_an_item_without_a_placeholder_is_refused() -> None:
     for ids, given_items in (([1, 2], [image]), ([IMAGE], [image, image]), ([IMAGE], [image, sound])):
         with pytest.raises(PromptError):
             with_items(ids, {IMAGE: "image"}, given_items)
+
+
+@given(digests, digests, st.integers(1, 40))
+def test_the_first_token_tells_items_of_one_size_apart(one: bytes, other: bytes, count: int) -> None:
+    if one[:3] != other[:3]:
+        assert item_ids(one, count)[0] != item_ids(other, count)[0]

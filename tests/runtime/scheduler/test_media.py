@@ -61,7 +61,17 @@ def test_answers_are_those_of_a_plain_computation(
         assert [p for p, _ in engine.logprobs(rid)] == pytest.approx(expected.tolist(), abs=1e-5), rid
 
 
-def test_images_of_one_size_do_not_share_and_the_same_one_does(tiny: Path, cat: Picture, dog: Picture) -> None:
+@pytest.mark.parametrize("before", range(4, 10))
+def test_images_of_one_size_share_no_page(tiny: Path, cat: Picture, dog: Picture, before: int) -> None:
+    """A page of four tokens may end anywhere in the image."""
+    engine = MediaHarness(tiny)
+    engine.answer("cat", [prompt(1, before), cat, [1]])
+    parts = [prompt(1, before), dog, [1]]
+    assert engine.answer("dog", parts) == plain_answer(engine.model, parts, 6)
+    assert engine.last("dog").cached_tokens == before // 4 * 4
+
+
+def test_the_same_image_is_shared(tiny: Path, cat: Picture, dog: Picture) -> None:
     engine = MediaHarness(tiny)
     engine.answer("cat", [TEXT, cat, prompt(2, 6)])
     engine.answer("dog", [TEXT, dog, prompt(2, 6)])
@@ -267,6 +277,18 @@ def test_tokens_of_images_are_never_guessed(
     monkeypatch.setattr(engine, "_compute", watched)
     assert engine.answer("r", parts, max_new_tokens=12) == plain_answer(engine.model, parts, 12)
     assert {*followed} <= {*drafts} <= {*range(VOCAB)}
+
+
+def test_audits_leave_images_out(tiny: Path, cat: Picture) -> None:
+    """Their files may be gone by then."""
+    engine = MediaHarness(tiny, cache_audit=1.0)
+    for rid in ("image", "image again"):
+        engine.answer(rid, [TEXT, cat, prompt(2, 6)])
+    assert engine.last("image again").cached_tokens
+    assert engine.audits.counts["tree"].audited == 0
+    for rid in ("text", "text again"):
+        engine.answer(rid, [prompt(3, 30)])
+    assert engine.audits.counts["tree"].audited == 1
 
 
 def test_what_does_not_fit_is_refused(tiny: Path, cat: Picture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 An item is a run of `count` placeholder tokens in a prompt. In cache keys and KV events their ids spell the item, so
 that two items of one size never share pages and the same one does, in runtime and picker alike, without decoding it:
 
-    count | word 0 | ... | word 7 | count | word 0 | ...
+    word 0 | ... | word 7 | count | word 0 | ...
 
 All of these ids are at least `FIRST_ID`, above every vocabulary: the count has its two highest bits set, the eight
 words the highest only, and each has 30 bits of the digest. The cycle repeats, so any run of 17 of them names item and
-count.
+count. A page may end anywhere in an item, so the ids begin with what no other item has.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def digest_of(kind: str, content: bytes, processor: str) -> bytes:
 def item_cycle(digest: bytes, count: int) -> list[int]:
     """The ids that repeat over an item's tokens."""
     number = int.from_bytes(digest, "big")
-    return [_COUNT | count, *(FIRST_ID | number >> 30 * (_WORDS - 1 - i) & _LOW for i in range(_WORDS))]
+    return [*(FIRST_ID | number >> 30 * (_WORDS - 1 - i) & _LOW for i in range(_WORDS)), _COUNT | count]
 
 
 def item_ids(digest: bytes, count: int) -> list[int]:
@@ -79,18 +79,12 @@ def item_ids(digest: bytes, count: int) -> list[int]:
 def counts_in(ids: Sequence[int]) -> dict[bytes, int]:
     """The items of which `ids` has a whole cycle, by digest, with their counts. Ids of a peer may spell anything."""
     found: dict[bytes, int] = {}
-    at, end = 0, len(ids) - _WORDS
-    while at < end:
-        if ids[at] < _COUNT:
-            at += 1
-            continue
-        words = ids[at + 1 : at + 1 + _WORDS]
-        if all(FIRST_ID <= word < _COUNT for word in words):
+    for at in range(_WORDS, len(ids)):
+        if ids[at] >= _COUNT and all(FIRST_ID <= word < _COUNT for word in ids[at - _WORDS : at]):
             number = 0
-            for word in words:
+            for word in ids[at - _WORDS : at]:
                 number = number << 30 | word & _LOW
             found[number.to_bytes(DIGEST_BYTES, "big")] = ids[at] & _LOW
-        at += 1 + _WORDS
     return found
 
 
