@@ -51,7 +51,9 @@ def item_key(digest: bytes, count: int) -> bytes:
 
     If its count is unknown (0): a key of its digest that is the beginning of no key of ids.
     """
-    cycle = b"".join(map(escape, item_cycle(digest, count)))
+    *words, number = item_cycle(digest, count)
+    # ids begin with the words
+    cycle = b"".join(map(escape, (*words, number) if count else (number, *words)))
     size = count * ESCAPE_BYTES
     return (cycle * (size // len(cycle) + 1))[: size or len(cycle)]
 
