@@ -70,7 +70,8 @@ def _by_tag(document: Schema) -> dict[str, list[tuple[str, str, Schema]]]:
 def _body(operation: Schema) -> str:
     if "requestBody" not in operation:
         return ""
-    return str(operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2])
+    (content,) = operation["requestBody"]["content"].values()
+    return str(content["schema"]["$ref"].rpartition("/")[2])
 
 
 def _title(name: str) -> str:

@@ -269,6 +269,20 @@ def test_a_client_whose_images_take_long_is_refused(media_model: Path, monkeypat
         decode.close()
 
 
+def test_a_processor_that_cannot_be_loaded_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pools, "PAUSE_S", 0.01)
+    decode = Decoder(tmp_path)
+    try:
+        with pytest.raises(ApiError, match="the server's log says why") as refused:
+            decode(SMALL)
+        assert refused.value.status == 503
+        assert "preprocessor_config.json" in capfd.readouterr().err
+    finally:
+        decode.close()
+
+
 def test_a_killed_process_is_replaced_and_its_image_decoded_again(decode: Decoder) -> None:
     for pid in decode.pool.pids():
         os.kill(pid, signal.SIGKILL)

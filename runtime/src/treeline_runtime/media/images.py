@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
+import sys
 import warnings
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
-from transformers import AutoImageProcessor
-from transformers.image_utils import load_image
+from PIL import Image, ImageOps
 
 from treeline_runtime.media.protocol import Made, Refused
 
@@ -23,6 +22,10 @@ class Images:
         """pixels: the most of an image."""
         warnings.simplefilter("ignore")
         Image.MAX_IMAGE_PIXELS = pixels  # also for frames that are larger than the header says
+        # Nothing here computes with torch, whose import takes seconds and half a gigabyte.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        from transformers import AutoImageProcessor
+
         self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
         self._pixels = pixels
         self._too_large = f"it has more than {pixels} pixels (--max-image-pixels)"
@@ -66,9 +69,10 @@ class Images:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The first frame as transformers loads it: turned as its EXIF says, RGB. Raises Refused."""
+    """The first frame as transformers' chats load it: turned as its EXIF says, RGB. Raises Refused."""
     try:
-        return load_image(image)
+        ImageOps.exif_transpose(image, in_place=True)
+        return image.convert("RGB")
     except MemoryError:
         raise
     except Exception:

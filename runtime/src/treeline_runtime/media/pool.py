@@ -170,7 +170,8 @@ class _Process(ConfinedProcess):
 
     def __init__(self, folder: str, kind: str, limit: int) -> None:
         limits = ProcessLimits(SECONDS, MEMORY_BYTES, threads=True)
-        super().__init__("treeline_runtime.media.worker", limits, arguments=(folder, kind, str(limit)))
+        arguments = (folder, kind, str(limit))
+        super().__init__("treeline_runtime.media.worker", limits, logs=True, arguments=arguments)
 
     def wait_ready(self, seconds: float = START_S) -> None:
         super().wait_ready(seconds)

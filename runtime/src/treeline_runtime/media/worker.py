@@ -7,6 +7,7 @@ by the next piece of the output, float32.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Protocol
 
@@ -57,6 +58,7 @@ def _kind(folder: str, kind: str, limit: str) -> Any:
 
 
 def main() -> None:
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     kind: Kind = _kind(*sys.argv[1:])
     worker = Worker(kind)
     for example in kind.examples():
