@@ -357,7 +357,7 @@ def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:
     needed = ("transformers", "av" if kind == "audio" else "PIL", "httpcore2")
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     why = f"this server lacks {' and '.join(lacking)} to read media: install treeline-runtime[media]"
-    return MediaRules(spec, kind, args.max_images, why if lacking else None)
+    return MediaRules(spec, args.max_images, why if lacking else None, kind)
 
 
 def _media_reader(args: ServerArgs, model: ServedModel, rules: MediaRules) -> MediaReader:

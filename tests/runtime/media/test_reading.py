@@ -208,7 +208,7 @@ async def test_images_leave_less_of_the_context(files: MediaFiles) -> None:
 
 async def test_the_client_with_most_images_is_refused_first(files: MediaFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MAX_WAITING", 4)
-    pool = MediaPool("/nowhere", 1, files)  # not started: everything waits
+    pool = MediaPool("/nowhere", "image", 1, files)  # not started: everything waits
     greedy = [asyncio.create_task(pool.process(Image(b"%d" % i, b"x", "p", 9, "a"))) for i in range(4)]
     await asyncio.sleep(0)
     modest = asyncio.create_task(pool.process(Image(b"m", b"x", "p", 9, "b")))

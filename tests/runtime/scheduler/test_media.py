@@ -15,6 +15,7 @@ from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams,
 from treeline_runtime.scheduler import drafting, ngrams
 from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.media import Intake
+from treeline_runtime.server.metrics import Metrics
 
 TEXT = prompt(1, 9)
 
@@ -277,6 +278,17 @@ def test_tokens_of_images_are_never_guessed(
     monkeypatch.setattr(engine, "_compute", watched)
     assert engine.answer("r", parts, max_new_tokens=12) == plain_answer(engine.model, parts, 12)
     assert {*followed} <= {*drafts} <= {*range(VOCAB)}
+
+
+def test_metrics_say_what_the_encoder_did(tiny: Path, cat: Picture) -> None:
+    engine, metrics = MediaHarness(tiny, prefix_cache="off"), Metrics("m")
+    for rid in range(3):
+        engine.answer(str(rid), [cat, [1]])
+    metrics.on_load(engine.loads[-1])
+    page = metrics.render().decode()
+    for name, value in {"cache_queries": 3.0, "cache_hits": 2.0, "tokens": 35.0}.items():
+        assert f'treeline:encoder_{name}_total{{model_name="m"}} {value}' in page
+    assert engine.loads[-1].total_encoder_us > 0
 
 
 def test_audits_leave_images_out(tiny: Path, cat: Picture) -> None:

@@ -20,12 +20,12 @@ class MediaRules(msgspec.Struct, frozen=True):
     """What requests to a model that reads images may have."""
 
     spec: MediaSpec
-    kind: Literal["image", "audio"]
-    """What the model's processor reads."""
     most: int
     """Items of a request."""
     off: str | None = None
     """Why images cannot be read here; None: they can."""
+    kind: Literal["image", "audio"] = "image"
+    """What the model's processor reads."""
 
 
 class Source(msgspec.Struct, frozen=True, omit_defaults=True):
