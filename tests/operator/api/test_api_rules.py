@@ -214,6 +214,8 @@ REFUSED_POOLS = [
                 "args: [--lora-paths, x=/x], adapters: [{name: a, uri: hf://o/a}]",
                 "name all of them in the field",
             ),
+            ("treeline", "args: [--max-images=3], media: {}", "media sets --max-images"),
+            ("vllm", "media: {items: 1}", "remove media, and use args"),
         )
     ),
     ("gateway: {standalone: {}, parentRefs: [{name: g}]}", "remove standalone or parentRefs"),

@@ -112,6 +112,13 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
 """Flags that the operator sets and that `args` must not override, each with its field: otherwise pods would listen
 elsewhere, or differ from the field."""
 LORA_FLAGS: Final = ("--lora-root", "--max-loras", "--max-lora-rank", "--admin-host", "--admin-port")
+MEDIA_FLAGS: Final[Mapping[str, str]] = {
+    "--max-images": "items",
+    "--max-image-pixels": "image_pixels",
+    "--max-audio-seconds": "audio_seconds",
+    "--allowed-media-domains": "allowed_domains",
+}
+"""Flags of the runtime and their fields in `media`."""
 ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
 TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
 
@@ -235,6 +242,25 @@ class LiveAdapters(Part):
     """Secret whose keys are environment variables of the download, as in `model.credentialsSecretRef`."""
 
 
+Domain = Annotated[
+    str, StringConstraints(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?$", max_length=253)
+]
+
+
+class Media(Part):
+    """Limits of images and recordings in requests, for models that read them; the runtime has the defaults."""
+
+    items: Annotated[StrictInt, Field(ge=0, le=256)] | None = None
+    """Most images, or recordings, of a request."""
+    image_pixels: Annotated[StrictInt, Field(ge=1)] | None = None
+    """Most pixels of an image."""
+    audio_seconds: Annotated[StrictInt, Field(ge=1)] | None = None
+    """The longest recording."""
+    allowed_domains: Annotated[tuple[Domain, ...], Field(max_length=64, json_schema_extra=SET)] = ()
+    """Where images may be fetched from by https, as `images.example.org` or `*.example.org`; default: nowhere. Opens
+    port 443 of the pods' egress."""
+
+
 class Engine(Part):
     """The server in the pods and its settings. A setting that the engine lacks is refused."""
 
@@ -267,6 +293,16 @@ class Engine(Part):
             "self.type == 'treeline' || !has(self.lora)",
             "only engine treeline loads adapters while it runs: remove lora, or name the adapters in adapters",
             field=".lora",
+        ),
+        forbidden(
+            "self.type == 'treeline' || !has(self.media)",
+            "only engine treeline has these limits: remove media, and use args",
+            field=".media",
+        ),
+        forbidden(
+            f"!has(self.media) || !({args_say(tuple(MEDIA_FLAGS))})",
+            f"media sets {', '.join(MEDIA_FLAGS)}: remove them from args",
+            field=".args",
         ),
         forbidden(
             f"!has(self.lora) || !({args_say(LORA_FLAGS)})",
@@ -347,6 +383,8 @@ class Engine(Part):
     """LoRA adapters of sglang and vllm, which pods load as they start."""
     lora: LiveAdapters | None = None
     """Lets pods load adapters of InferenceModels (`spec.adapter`) while they run; for treeline."""
+    media: Media | None = None
+    """Limits of images and recordings in requests; for treeline. Pods get a `/dev/shm` for them."""
     resources: Resources | None = None
     """Resources of the runtime. Default requests on GPUs: 2 CPUs and 4Gi per device, and half of model.size (4Gi more
     per device if unknown); everywhere hostCache. `/dev/shm` counts as memory of the container."""

@@ -16,7 +16,7 @@ from pydantic.alias_generators import to_camel
 from treeline_wire import labels
 from treeline_wire import ports as wire
 
-from treeline_operator.api.engine import FLAGS, EngineType
+from treeline_operator.api.engine import FLAGS, MEDIA_FLAGS, EngineType, Media
 from treeline_operator.api.engine import Engine as EngineSpec
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
@@ -160,7 +160,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     # Administration stays on loopback: it requires exec or port-forward rights on the pod.
     args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(metrics)]
     args += ["--admin-host", "127.0.0.1", "--admin-port", str(admin_port(pool))]
-    args += [*live_adapters.flags(pool), *_settings(pool)]
+    args += [*live_adapters.flags(pool), *_settings(pool), *_media(spec.engine.media)]
     threads = None if gpu or spec.engine.threads else _cpus_of_a_rank(pool)
     if threads is not None:
         args += ["--threads", str(threads)]
@@ -179,9 +179,18 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
         probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
         keys=True,
         annotations=live_adapters.no_wishes(pool),
-        shared_memory=spec.ranks * spec.accelerator.nodes > 1,
+        shared_memory=spec.ranks * spec.accelerator.nodes > 1 or spec.engine.media is not None,
         downloads=True,
     )
+
+
+def _media(own: Media | None) -> Iterator[str]:
+    for flag, field in MEDIA_FLAGS.items():
+        value = None if own is None else getattr(own, field)
+        if isinstance(value, tuple) and value:
+            yield from (flag, *value)
+        elif isinstance(value, int):
+            yield from (flag, str(value))
 
 
 def _sglang(pool: InferencePool, files: Files, images: Images) -> Launch:

@@ -52,6 +52,8 @@ def pods_policy(
     ingress += [{"from": own, **at} for at in met]
     dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
     egress = [dns, *({"to": own, **at} for at in met), *_collector(pool.spec.tracing)]
+    if pool.spec.engine.media is not None and pool.spec.engine.media.allowed_domains:
+        egress.append({"ports": [port(443)]})
     return _policy(meta, {"matchLabels": selector(pool.name)}, ingress=ingress, egress=egress)
 
 
