@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cpu import reference_s
-from support.vision import PAD, TEMPLATE, WRITTEN, bundle, ids_of, image_part, item, picture, rendered, url
+from support.vision import PAD, PROCESSOR, TEMPLATE, WRITTEN, bundle, ids_of, image_part, item, picture, rendered, url
 from treeline_epp.keyers import prompt_keyer
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.picking.request import Request
@@ -21,6 +21,7 @@ from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
 from treeline_wire.keys import PrefixKeys, item_key
+from treeline_wire.media import Item, MediaSpec, item_digest
 from treeline_wire.tokenizer import TokenizerBundle
 
 KEYS = PrefixKeys.from_bundle(bundle())
@@ -221,6 +222,35 @@ def test_short_and_long_spellings_are_one_image() -> None:
     parts = [image_part(picture(1)), {"type": "image_url", "image_url": url(picture(1))}]
     parts.append({"image_url": {"url": url(picture(1)).replace("png", "jpeg"), "detail": "high"}})
     assert len({routed(registry, {"messages": [user(part)]}).key for part in parts}) == 1
+
+
+def test_a_key_ends_before_a_video_of_a_model_that_reads_some() -> None:
+    spec = MediaSpec({"image": PAD, "video": "<|video_pad|>"}, PROCESSOR)
+    made = TokenizerBundle.build(bundle().tokenizer_json, chat_template=TEMPLATE, media=spec)
+    video = {"type": "video_url", "video_url": {"url": url(b"x")}}
+    key = routed(served(made=made)[0], {"messages": [user("see ", video, "?")]}).key
+    assert key is not None
+    assert key.endswith(b"see ")
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_recordings_are_keyed_in_every_form(large: bool) -> None:
+    spec = MediaSpec({"audio": PAD}, PROCESSOR)
+    template = TEMPLATE.replace("'image'", "'audio'")
+    made = TokenizerBundle.build(bundle().tokenizer_json, chat_template=template, media=spec)
+    registry, keyer = served(made=made)
+    data = picture(1, 3000)
+    sound = Item("audio", item_digest("audio", data, PROCESSOR), COUNT)
+    assert keyer.media is not None
+    keyer.media.learn(sound.digest, COUNT)
+    expected = KEYS.block_key(ids_of(rendered([user("hear ", WRITTEN)]), [Item("image", sound.digest, COUNT)]))
+    said = base64.b64encode(data).decode()
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": said, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"DATA:audio/wav;Base64,{said}"}},
+        {"type": "audio_url", "audio_url": f"data:;base64,{said}"},
+    ):
+        assert routed(registry, {"messages": [user("hear ", part)]}, large=large).key == expected, part
 
 
 def test_pools_without_a_tokenizer_tell_images_apart() -> None:
