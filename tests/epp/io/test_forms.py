@@ -75,7 +75,14 @@ def _without_boundary(body: bytes) -> bytes:
 def test_only_a_field_names_a_model() -> None:
     field = b'\r\n--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nasr\r\n--x'
     within = form(("file", ("a.wav", field)), ("language", (None, "en")))
-    for body in (within, form(("file", ("model", b"asr"))), form(("model", ("model", b"asr"))), b"--\r\n", b"--x", b"-"):
+    for body in (
+        within,
+        form(("file", ("model", b"asr"))),
+        form(("model", ("model", b"asr"))),
+        b"--\r\n",
+        b"--x",
+        b"-",
+    ):
         assert model_field(body) is None
     far = form(("file", ("a.wav", b" " * CHUNK_BYTES)), ("model", (None, "asr")), ("file", ("b", b" " * CHUNK_BYTES)))
     assert model_field(far) is None, "between two recordings it is not looked for"

@@ -34,7 +34,9 @@ def to_send(
         return None
     members = {**(request.members or {}), **more}
     if request.rewrite is not None and (field := model_field(body)) is not None:
-        made = (body if isinstance(body, Body) else Body([body])).edited([replace(field, text=request.rewrite.encode())])
+        made = (body if isinstance(body, Body) else Body([body])).edited(
+            [replace(field, text=request.rewrite.encode())]
+        )
         return made if isinstance(body, Body) else made.joined()
     if isinstance(body, Body):
         assert outline is not None, "a large body was read by its outline"
