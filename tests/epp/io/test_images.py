@@ -11,22 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cpu import reference_s
-from support.vision import PAD, TEMPLATE, WRITTEN, bundle, ids_of, image_part, item, picture, rendered, url
+from support.vision import PAD, PROCESSOR, TEMPLATE, WRITTEN, bundle, ids_of, image_part, item, picture, rendered, url
 from treeline_epp.keyers import prompt_keyer
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import CHUNK_BYTES, Body, RouteRequest
-from treeline_epp.requests.content import hash_contents
+from treeline_epp.requests.content import MAX_CONTENTS, hash_contents
 from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
-from treeline_wire.keys import PrefixKeys
+from treeline_wire.keys import PrefixKeys, item_key
+from treeline_wire.media import Item, MediaSpec, item_digest
 from treeline_wire.tokenizer import TokenizerBundle
 
 KEYS = PrefixKeys.from_bundle(bundle())
 CHAT = "/v1/chat/completions"
 COUNT = 70
 MB = 1 << 20
+PAD_KEY = KEYS.prompt_key(PAD, False)
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +224,35 @@ def test_short_and_long_spellings_are_one_image() -> None:
     assert len({routed(registry, {"messages": [user(part)]}).key for part in parts}) == 1
 
 
+def test_a_key_ends_before_a_video_of_a_model_that_reads_some() -> None:
+    spec = MediaSpec({"image": PAD, "video": "<|video_pad|>"}, PROCESSOR)
+    made = TokenizerBundle.build(bundle().tokenizer_json, chat_template=TEMPLATE, media=spec)
+    video = {"type": "video_url", "video_url": {"url": url(b"x")}}
+    key = routed(served(made=made)[0], {"messages": [user("see ", video, "?")]}).key
+    assert key is not None
+    assert key.endswith(b"see ")
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_recordings_are_keyed_in_every_form(large: bool) -> None:
+    spec = MediaSpec({"audio": PAD}, PROCESSOR)
+    template = TEMPLATE.replace("'image'", "'audio'")
+    made = TokenizerBundle.build(bundle().tokenizer_json, chat_template=template, media=spec)
+    registry, keyer = served(made=made)
+    data = picture(1, 3000)
+    sound = Item("audio", item_digest("audio", data, PROCESSOR), COUNT)
+    assert keyer.media is not None
+    keyer.media.learn(sound.digest, COUNT)
+    expected = KEYS.block_key(ids_of(rendered([user("hear ", WRITTEN)]), [Item("image", sound.digest, COUNT)]))
+    said = base64.b64encode(data).decode()
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": said, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"DATA:audio/wav;Base64,{said}"}},
+        {"type": "audio_url", "audio_url": f"data:;base64,{said}"},
+    ):
+        assert routed(registry, {"messages": [user("hear ", part)]}, large=large).key == expected, part
+
+
 def test_pools_without_a_tokenizer_tell_images_apart() -> None:
     registry = ModelRegistry()
     registry.set_endpoint("e", "default", ("vl",), None)
@@ -253,6 +284,30 @@ def test_the_native_api_names_images_beside_the_text(large: bool) -> None:
     assert routed(registry, {"input_ids": ids, "image_data": None}, "/generate", large=large).key == KEYS.block_key(ids)
     remote = routed(registry, {"text": prompt, "image_data": "https://a/b.png"}, "/generate", large=large).key
     assert remote == KEYS.prompt_key("see <|vision_start|>", False), "it is not in the request"
+
+
+@pytest.mark.parametrize("size", [3, 2000], ids=["tiny", "long"])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_a_key_has_a_bounded_number_of_images(size: int, large: bool) -> None:
+    """Each takes time of the event loop, however few bytes it has."""
+    registry, keyer = served()
+    assert keyer.media is not None
+    many = [picture(seed, size) for seed in range(MAX_CONTENTS + 3)]
+    learnt(keyer, *many)
+    images = [base64.b64encode(data).decode() for data in many]
+    parts = [one for data in many for one in (image_part(data), text("."))]
+    for path, body in (
+        (CHAT, {"messages": [user(*parts)]}),
+        (CHAT, {"messages": [user(one) for one in parts]}),
+        ("/generate", {"text": (WRITTEN + ".") * len(many), "image_data": images}),
+    ):
+        found = routed(registry, body, path, large=large)
+        assert found.key is not None
+        names = [keyed for data in many if (keyed := item_key(item(data, COUNT).digest, COUNT)) in found.key]
+        assert len(names) <= MAX_CONTENTS
+        assert PAD_KEY not in found.key, "no image is taken for a text"
+        assert found.key_tokens_estimate is not None
+        assert (len(names) == MAX_CONTENTS) or large
 
 
 def test_texts_that_look_like_images_stay_texts() -> None:

@@ -11,11 +11,16 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
+from treeline_wire.dialects.media_parts import kind_of, url_of
+from treeline_wire.errors import PromptError
+
 from treeline_epp.index.items import Content
 from treeline_epp.requests.body import Body, Edit
 from treeline_epp.requests.outline import Outline
 
-_URL: Final = re.compile(rb"data:[\w.+/;=\\-]{0,100};base64,")
+MAX_CONTENTS: Final = 128
+"""Most contents of a key, each of some 15 µs; it ends before the next."""
+_URL: Final = re.compile(rb"(?i:data:)[\w.+/;=\\-]{0,100}(?i:;base64,)")
 _MEMBER: Final = re.compile(rb'"(?:data|image_data|images)"\s*:\s*\[?\s*"\Z')
 _NEXT: Final = re.compile(rb'"\s*,\s*"\Z')
 _BASE64: Final = re.compile(rb"[A-Za-z0-9+/\\]{64}")
@@ -23,12 +28,12 @@ _STAND_IN: Final = re.compile("#([0-9a-f]{64})")
 _BEFORE, _AFTER = 128, 256
 _PIECES, _STRINGS = 4, 64
 """Most pieces, and most strings, that are read in one go: some tenths of a millisecond."""
-_KINDS: Final = {"image_url": "image", "video_url": "video"}
+_NAMES: Final = {"image": "image_url", "audio": "audio_url"}
 
 
 def hash_contents(body: Body, outline: Outline) -> Iterator[None]:
-    """Find and hash the contents among the long strings of a body, for its finished `outline`. Yields where others
-    should have a turn. O(bytes).
+    """Find and hash the first contents among the long strings of a body, for its finished `outline`. Yields where
+    others should have a turn. O(bytes).
     """
     for number, (start, stop) in enumerate(outline.long_strings, 1):
         if number % _STRINGS == 0:
@@ -48,6 +53,8 @@ def hash_contents(body: Body, outline: Outline) -> Iterator[None]:
             if at % _PIECES == 0:
                 yield
         outline.contents.append(Edit(begin, stop, b"#" + made.hexdigest().encode()))
+        if len(outline.contents) == MAX_CONTENTS:
+            return
 
 
 def _follows(contents: list[Edit], before: bytes, start: int) -> bool:
@@ -58,30 +65,33 @@ def _follows(contents: list[Edit], before: bytes, start: int) -> bool:
 
 def content_of(part: dict[str, Any]) -> Content | None:
     """Return the content of a chat's part; None if it is not in the request (it has a URL), or in another form."""
-    for name, kind in _KINDS.items():
-        value = part.get(name)
-        url = value.get("url") if isinstance(value, dict) else value
-        if isinstance(url, str) and url.startswith("data:"):
-            _, base64, data = url.partition(";base64,")
-            return _content(kind, data) if base64 else None
-    return None
+    kind = kind_of(part, _NAMES)
+    if kind is None:
+        return None
+    try:
+        head, _, data = url_of(part, "").partition(",")
+    except PromptError:
+        return None
+    head = head.lower()
+    return _content(kind, data) if head.startswith("data:") and head.endswith(";base64") else None
 
 
 def stand_in(content: Content) -> dict[str, Any]:
     """Return a chat's part with this content, in a few bytes."""
-    name = next(name for name, kind in _KINDS.items() if kind == content.kind)
+    name = _NAMES[content.kind]
     return {"type": name, name: {"url": f"data:;base64,#{content.sha256.hex()}"}}
 
 
 def contents_of(image_data: Any) -> list[Content]:
-    """Return the contents of the native API's images, up to the first that is not in the request, which has no kind; of
-    a list for each prompt, those of the first.
+    """Return the contents of the native API's images, up to the first that is not in the request, or one too many,
+    which has no kind; of a list for each prompt, those of the first.
     """
     images = image_data if isinstance(image_data, list) else [image_data]
     images = images[0] if images and isinstance(images[0], list) else images
     found: list[Content] = []
     for image in images:
-        if not isinstance(image, str) or image.startswith(("http:", "https:", "file:")):
+        known = isinstance(image, str) and not image.startswith(("http:", "https:", "file:"))
+        if not known or len(found) == MAX_CONTENTS:
             return [*found, Content("", b"")]
         found.append(_content("image", image.rpartition(";base64,")[2]))
     return found

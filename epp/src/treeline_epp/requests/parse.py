@@ -24,6 +24,7 @@ from treeline_wire.prompt import PromptError, TooDeep
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import Body, Immediate, RouteRequest
+from treeline_epp.requests.forms import model_field
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
 from treeline_epp.requests.handover import named
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
@@ -149,13 +150,17 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         model: str | None = None
         target: ModelTarget | None = None
         try:
-            read = _read(body, self.outline, ())
+            field = model_field(body)
+            if field is None:
+                read = _read(body, self.outline, ())
+            else:
+                read = Summary({"model": field.text.decode("utf-8", "replace")}, len(body))
             if (other := named(read.members, read.left_out)) is not None:
                 return _names_engine(other)
             named_model = read.members.get("model")
             model = named_model if isinstance(named_model, str) else None
             target = None if model is None and not vectors else self._resolve(model)
-        except NotReadable as error:  # a form, a recording; but no JSON that engines can read
+        except NotReadable as error:  # a form without a model; but no JSON that engines can read
             if _begins_as_object(body) and not self.request.headers.get("content-type", "").startswith(_GRPC):
                 return bad_request(str(error), code="invalid_json")
         except ModelNotFound as error:

@@ -34,7 +34,7 @@ from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_complet
 from treeline_epp.index.items import Content
 from treeline_epp.keyers.base import Keyer, Renderer
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
-from treeline_epp.requests.content import content_of, contents_of, stand_in
+from treeline_epp.requests.content import MAX_CONTENTS, content_of, contents_of, stand_in
 from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.outline import Summary
 
@@ -43,6 +43,8 @@ CHARS_PER_TOKEN: Final = 4
 KEY_COST: Final = 192 * 1024
 """Most characters of a prompt that are normalized and scanned; others than ASCII count several times, by their work."""
 _NOT_ASCII: Final = 7
+_MANY_IMAGES: Final = 0
+"""Stands for images of a body that are too large to read: none is known."""
 _LAST_BLANK: Final = re.compile(r"[ \n](?=[^ \n]*\Z)")
 """A blank before which a text may be cut: tokens and Unicode's forms do not reach over it."""
 
@@ -75,7 +77,7 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
         tokens = sum(_tokens(prompt, keyer) for prompt in prompts)
     if tokens is not None and summary.cut is not None:
         tokens = tokens * summary.cut_bytes // summary.cut_read
-    images = body.get("image_data")
+    images = _MANY_IMAGES if "image_data" in summary.left_out else body.get("image_data")
     return keyed(prompts[0], keyer, tokens, () if images is None else contents_of(images))
 
 
@@ -298,7 +300,7 @@ class _Chat:
         shown = []
         for part in parts:
             if _is_item(part):
-                content = content_of(part)
+                content = content_of(part) if len(self.contents) < MAX_CONTENTS else None
                 if content is None or not self._renderer.shows(content.kind):
                     break
                 self.contents.append(content)

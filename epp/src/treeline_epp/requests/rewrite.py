@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import Body, Edit
+from treeline_epp.requests.forms import model_field
 from treeline_epp.requests.outline import Outline
 
 # A string, or a bracket. The possessive repeats keep the matcher from backtracking over a long string.
@@ -31,6 +33,11 @@ def to_send(
     if not body:
         return None
     members = {**(request.members or {}), **more}
+    if request.rewrite is not None and (field := model_field(body)) is not None:
+        made = (body if isinstance(body, Body) else Body([body])).edited(
+            [replace(field, text=request.rewrite.encode())]
+        )
+        return made if isinstance(body, Body) else made.joined()
     if isinstance(body, Body):
         assert outline is not None, "a large body was read by its outline"
         return edited(body, outline, request.rewrite, members)

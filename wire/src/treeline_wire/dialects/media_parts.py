@@ -40,10 +40,11 @@ def media_parts(messages: Any, known: Container[str]) -> Iterator[MediaPart]:
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if (kind := kind_of(part, known)) is not None:
                 where = f"messages[{i}].content[{j}]"
-                yield MediaPart(kind, where, _url_of(part, where))
+                yield MediaPart(kind, where, url_of(part, where))
 
 
-def _url_of(part: Mapping[str, Any], where: str) -> str:
+def url_of(part: Mapping[str, Any], where: str) -> str:
+    """The URL of a part that has a kind; of bytes in base64, as a `data:` URL. Raises `PromptError`."""
     value = next(part[name] for name in _KINDS if name in part)
     url = value.get("url") if isinstance(value, dict) else value
     if "input_audio" in part and isinstance(value, dict) and isinstance(value.get("data"), str):
