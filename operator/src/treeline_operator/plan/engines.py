@@ -185,8 +185,8 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
 
 
 def _media(own: Media | None) -> Iterator[str]:
-    for flag, field in MEDIA_FLAGS.items():
-        value = None if own is None else getattr(own, field)
+    for flag, name in MEDIA_FLAGS.items():
+        value = None if own is None else getattr(own, name)
         if isinstance(value, tuple) and value:
             yield from (flag, *value)
         elif isinstance(value, int):
