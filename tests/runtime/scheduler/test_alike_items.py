@@ -96,3 +96,15 @@ def test_keys_of_pages_have_all_items_that_begin_there() -> None:
     seen = {key, plain, *(salted_key_of(text, 8, items[:i]) for i in (1, 2))}
     assert len(seen | {salted_key_of(text, 8, [items[0], items[2], items[1]])}) == 5
     assert salted_key_of(text[:23], 8, items) == key[: 2 * width]
+
+
+def test_namespaces_share_no_embeddings(tiny: Path, tmp_path: Path) -> None:
+    """Else the time to the first token would tell a client what images others have sent."""
+    engine, picture = MediaHarness(tiny), Picture(tmp_path, 1, 5, 7)
+    parts: list[Part] = [prompt(1, 6), picture, prompt(2, 6)]
+    for turn in range(2):
+        for i, namespace in enumerate((None, "one", "other")):
+            engine.ask(rid := f"{turn} {i}", parts if turn else parts[1:], namespace=namespace)
+            engine.run()
+            assert engine.tokens(rid) == plain_answer(engine.model, parts if turn else parts[1:], 6)
+            assert len(engine.encoder.calls) == (3 if turn else i + 1)

@@ -6,11 +6,13 @@ embeddings are overwritten; penalties and log probabilities of the prompt see th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch
@@ -26,6 +28,7 @@ class Media:
     """The items of a request."""
 
     items: tuple[MediaItem, ...]
+    """With digests that no other namespace has."""
     placeholders: tuple[int, ...]
     """The id of each one's tokens in the vocabulary."""
     positions: npt.NDArray[np.int64] | None
@@ -87,10 +90,14 @@ class Intake:
                 return f"this model takes no {item.kind}s"
             if item.count > self._most:
                 return f"the {item.kind} takes {item.count} tokens; at most {self._most} of one fit: make it smaller"
-        positions, delta = None, 0
+        positions, delta, items = None, 0, message.items
         if self._mrope is not None:
-            positions, delta = positions_of(self._mrope, len(message.input_ids), message.items)
-        return Media(message.items, tuple(self._placeholders[item.kind] for item in message.items), positions, delta)
+            positions, delta = positions_of(self._mrope, len(message.input_ids), items)
+        if (namespace := message.namespace) is not None:
+            # whether its embeddings are there takes a time that tells, so they are kept apart as pages are
+            names = (hashlib.sha256(namespace.encode() + item.digest).digest() for item in items)
+            items = tuple(replace(item, digest=name) for item, name in zip(items, names, strict=True))
+        return Media(items, tuple(self._placeholders[item.kind] for item in items), positions, delta)
 
 
 def _problem(config: SchedulerConfig, model: Decoder) -> str | None:
