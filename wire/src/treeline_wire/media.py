@@ -66,6 +66,12 @@ def digest_of(kind: str, content: bytes, processor: str) -> bytes:
     return made.digest()[:DIGEST_BYTES]
 
 
+def private_digest(digest: bytes, namespace: str | None) -> bytes:
+    """A digest that no other cache namespace has, for what is kept of an item: whether it is there takes a time that
+    tells, and namespaces are to know nothing of each other."""
+    return digest if namespace is None else hashlib.sha256(namespace.encode() + digest).digest()[:DIGEST_BYTES]
+
+
 def item_cycle(digest: bytes, count: int) -> list[int]:
     """The ids that repeat over an item's tokens."""
     number = int.from_bytes(digest, "big")

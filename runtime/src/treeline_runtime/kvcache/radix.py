@@ -34,6 +34,7 @@ from treeline_runtime.kvcache.node import EVICTION_POLICIES, EvictionQueue, Node
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
 from treeline_runtime.published import CacheEvent, Stored
 
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest cached prefix of a key. Valid until the tree next changes."""

@@ -6,13 +6,13 @@ embeddings are overwritten; penalties and log probabilities of the prompt see th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
+from treeline_wire.media import private_digest
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch
@@ -90,13 +90,10 @@ class Intake:
                 return f"this model takes no {item.kind}s"
             if item.count > self._most:
                 return f"the {item.kind} takes {item.count} tokens; at most {self._most} of one fit: make it smaller"
-        positions, delta, items = None, 0, message.items
+        positions, delta = None, 0
         if self._mrope is not None:
-            positions, delta = positions_of(self._mrope, len(message.input_ids), items)
-        if (namespace := message.namespace) is not None:
-            # whether its embeddings are there takes a time that tells, so they are kept apart as pages are
-            names = (hashlib.sha256(namespace.encode() + item.digest).digest() for item in items)
-            items = tuple(replace(item, digest=name) for item, name in zip(items, names, strict=True))
+            positions, delta = positions_of(self._mrope, len(message.input_ids), message.items)
+        items = tuple(replace(item, digest=private_digest(item.digest, message.namespace)) for item in message.items)
         return Media(items, tuple(self._placeholders[item.kind] for item in items), positions, delta)
 
 
