@@ -108,13 +108,18 @@ def test_few_chunks_are_convolved_at_once(models: tuple[Any, Decoder], monkeypat
     items = [sound(0, frames) for frames in CASES["several sounds"]]
     with torch.inference_mode():
         together = encoder.encode(items)
-        sizes, convolved = list[int](), encoder._convolved
+        given, convolved = list[torch.Tensor](), encoder._convolved
+
+        def watched(x: torch.Tensor) -> Any:
+            given.append(x)
+            return convolved(x)
+
         monkeypatch.setattr(audio, "AT_ONCE", 3)
-        monkeypatch.setattr(encoder, "_convolved", lambda x: sizes.append(len(x)) or convolved(x))
+        monkeypatch.setattr(encoder, "_convolved", watched)
         apart = encoder.encode(items)
-    assert sizes == [3, 3, 3, 2]
-    for one, other in zip(together, apart, strict=True):
-        torch.testing.assert_close(one, other)
+    assert [len(x) for x in given] == [3, 3, 3, 2]
+    for one, same in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, same)
 
 
 def test_the_encoders_parameters_are_counted(models: tuple[Any, Decoder]) -> None:

@@ -122,7 +122,7 @@ def test_a_prefix_may_end_inside_a_recording(
 def test_a_crowd_with_few_pages_and_few_kept_embeddings(
     asr: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With retractions, aborts and files that vanish, each request ends, and those that are let be with their answer."""
+    """With retractions, aborts and files that vanish, each request ends, most with their answer."""
     monkeypatch.setattr("treeline_runtime.scheduler.embeddings.EMBEDDINGS_BYTES", 44 * 4 * 64)
     engine = Listening(asr, max_total_tokens=160, chunked_prefill_size=16, overlap_depth=1, **LOADED)
     rng, names, gone = random.Random(1), dict[str, str](), set[str]()
