@@ -93,7 +93,8 @@ def reading(model: Decoder) -> Decoder:
 
 class MediaHarness(Harness):
     def __init__(self, model: Path, **settings: Any) -> None:
-        defaults = {"load_format": "dummy", "context_length": settings.get("context_length")}
+        settings = {"seed": 1} | settings  # the model is shared with tests of this seed alone
+        defaults = {"load_format": "dummy", "context_length": settings.get("context_length"), "seed": settings["seed"]}
         self.model = reading(dummy_model(SchedulerConfig(model=str(model), **defaults)))
         assert isinstance(self.model.media, Encoder)
         self.encoder = self.model.media

@@ -73,14 +73,17 @@ class World:
         fetcher: Any = FakeFetcher()
         self.reader = MediaReader(MediaRules(SPEC, 8), {PLACEHOLDER: "image"}, pool, files, fetcher, timeout_s)
 
-    async def read(self, asked: Any, *images: bytes | str, most: int | None = None, room: int = 50) -> GenerateReq:
+    async def read(
+        self, asked: Any, *images: bytes | str, most: int | None = None, room: int = 50, namespace: str | None = None
+    ) -> GenerateReq:
         sources = tuple(
             Source("image", f"p{i}", image)
             if isinstance(image, str)
             else Source("image", f"p{i}", "", image, item_digest("image", image, SPEC.fingerprint))
             for i, image in enumerate(images)
         )
-        prompt = GenerateReq("", [1, *[PLACEHOLDER] * len(images), 2], SamplingParams(max_new_tokens=room))
+        ids, sampling = [1, *[PLACEHOLDER] * len(images), 2], SamplingParams(max_new_tokens=room)
+        prompt = GenerateReq("", ids, sampling, namespace=namespace)
         task = GenerateTask(rid="r", prompts=[prompt], batched=False, with_text=False)
         task = replace(task, media=[PromptMedia(sources, most)])
         made = await self.reader.read(task, asked, LIMITS, self.budget)
@@ -125,6 +128,16 @@ async def test_files_stay_until_the_request_ends(files: MediaFiles) -> None:
     assert world.uses(b"12") == 1
     two.held.release()
     assert world.uses(b"12") == 0
+
+
+async def test_namespaces_share_no_output(files: MediaFiles) -> None:
+    """Else the time until it is there would tell a client what images others have sent."""
+    world = World(files)
+    made = [await world.read(Asked(), b"12", namespace=name) for name in ("one", "other", "one", None)]
+    assert len(world.pool.decoded) == 3
+    assert len({item.path for one in made for item in one.items}) == 3
+    assert [*map(contents, made)] == [[b"12"]] * 4
+    assert len({tuple(one.input_ids) for one in made}) == 1
 
 
 async def test_a_fetched_image_is_known_by_its_bytes(files: MediaFiles) -> None:

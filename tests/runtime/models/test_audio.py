@@ -11,6 +11,7 @@ import torch
 from support.runtime_media import MediaRunner
 from support.runtime_models import SIZES, ours, save
 from treeline_runtime.messages import MediaItem
+from treeline_runtime.models import audio
 from treeline_runtime.models.audio import count_of
 from treeline_runtime.models.config import parse_config
 from treeline_runtime.models.decoder import Decoder
@@ -100,6 +101,25 @@ def test_logits_equal_transformers(case: str, models: tuple[Any, Decoder]) -> No
     runner = MediaRunner(model, items)
     pieces = torch.cat([runner.feed(ids[start : start + 3]) for start in range(0, len(ids), 3)])
     np.testing.assert_allclose(pieces, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_few_chunks_are_convolved_at_once(models: tuple[Any, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder: Any = models[1].media
+    items = [sound(0, frames) for frames in CASES["several sounds"]]
+    with torch.inference_mode():
+        together = encoder.encode(items)
+        given, convolved = list[torch.Tensor](), encoder._convolved
+
+        def watched(x: torch.Tensor) -> Any:
+            given.append(x)
+            return convolved(x)
+
+        monkeypatch.setattr(audio, "AT_ONCE", 3)
+        monkeypatch.setattr(encoder, "_convolved", watched)
+        apart = encoder.encode(items)
+    assert [len(x) for x in given] == [3, 3, 3, 2]
+    for one, same in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, same)
 
 
 def test_the_encoders_parameters_are_counted(models: tuple[Any, Decoder]) -> None:

@@ -7,7 +7,8 @@ that two items of one size never share pages and the same one does, in runtime a
 
 All of these ids are at least `FIRST_ID`, above every vocabulary: the count has its two highest bits set, the eight
 words the highest only, and each has 30 bits of the digest. The cycle repeats, so any run of 17 of them names item and
-count. A page may end anywhere in an item, so the ids begin with what no other item has.
+count. A page may end anywhere in an item, so the ids begin with what few other items have; the runtime names a page in
+which an item begins by its digest, too, and shares none by a few ids.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ def digest_of(kind: str, content: bytes, processor: str) -> bytes:
     made = hashlib.sha256(f"{len(kind)}:{kind}{len(processor)}:{processor}".encode())
     made.update(content)
     return made.digest()[:DIGEST_BYTES]
+
+
+def private_digest(digest: bytes, namespace: str | None) -> bytes:
+    """A digest that no other cache namespace has, for what is kept of an item: whether it is there takes a time that
+    tells, and namespaces are to know nothing of each other."""
+    return digest if namespace is None else hashlib.sha256(namespace.encode() + digest).digest()[:DIGEST_BYTES]
 
 
 def item_cycle(digest: bytes, count: int) -> list[int]:

@@ -1,8 +1,9 @@
 """The paged KV pool and its radix cache, which also knows pages that are being filled."""
 
+from treeline_runtime.kvcache.keys import TOKEN_BYTES, common_prefix, key_of, salted_key_of
 from treeline_runtime.kvcache.node import Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, KVPool, PagePool, Pages
-from treeline_runtime.kvcache.radix import NO_MATCH, TOKEN_BYTES, Match, RadixCache, common_prefix, key_of
+from treeline_runtime.kvcache.radix import NO_MATCH, Match, RadixCache
 
 __all__ = [
     "NO_MATCH",
@@ -17,4 +18,5 @@ __all__ = [
     "RadixCache",
     "common_prefix",
     "key_of",
+    "salted_key_of",
 ]

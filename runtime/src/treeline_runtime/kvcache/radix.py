@@ -29,39 +29,10 @@ import numpy as np
 from treeline_wire.events import block_hash, hash_of, root_digest
 
 from treeline_runtime.kvcache.event_log import EventLog
+from treeline_runtime.kvcache.keys import SALT_WORDS, TOKEN_BYTES, common_prefix, tokens_of
 from treeline_runtime.kvcache.node import EVICTION_POLICIES, EvictionQueue, Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
 from treeline_runtime.published import CacheEvent, Stored
-
-TOKEN_BYTES = 4
-
-
-def key_of(tokens: list[int]) -> bytes:
-    """Token ids as a cache key."""
-    return np.asarray(tokens, dtype="<u4").tobytes()
-
-
-def tokens_of(key: bytes) -> list[int]:
-    return np.frombuffer(key, dtype="<u4").tolist()
-
-
-def common_prefix(a: bytes, b: bytes) -> int:
-    """Length in bytes of the common prefix. O(length) memcmp, by a doubling and then a halving search."""
-    limit = min(len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    low, step = 0, 64
-    while a[low : low + step] == b[low : low + step]:
-        low += step
-        step *= 2
-    high = min(low + step, limit)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +53,17 @@ NO_MATCH = Match(None, 0, 0)
 
 
 class RadixCache:
-    """Page-granular prefix tree. Lengths are in pages, keys in bytes (see `key_of`); n = pages of the key.
+    """Page-granular prefix tree. Lengths are in pages, keys in bytes (see `keys`); n = pages of the key.
 
     Looking up: match O(n). Keeping: lock, unlock O(depth), begin_filling O(n). Changing: insert O(n), evict O(pages +
     leaves log leaves), reset O(1). Watching: take_events, blocks, check_integrity O(tree).
     """
 
-    def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
+    def __init__(self, page_size: int, eviction_policy: str = "lru", *, salted: bool = False) -> None:
+        """salted: keys are those of `salted_key_of`."""
         self.page_size = page_size
-        self._page_bytes = page_size * TOKEN_BYTES
+        self.page_bytes = (page_size + SALT_WORDS * salted) * TOKEN_BYTES
+        """Of a page's key."""
         self._eviction_key = EVICTION_POLICIES[eviction_policy]
         self.on_evicted: Callable[[list[bytes]], None] = lambda _: None
         """Gets the digests of pages that are evicted."""
@@ -119,11 +92,11 @@ class RadixCache:
         """The longest cached prefix of `key`, in whole pages of at most so many tokens. Changes nothing, not even
         recency."""
         if most is not None:
-            key = key[: most * TOKEN_BYTES]
+            key = key[: most // self.page_size * self.page_bytes]
         node = self._roots.get(namespace)
         if node is None:
             return NO_MATCH
-        size = self._page_bytes
+        size = self.page_bytes
         found, used, cached, offset = None, 0, 0, 0
         while (child := node.children.get(key[offset : offset + size])) is not None:
             common = len(child.key)
@@ -156,6 +129,16 @@ class RadixCache:
             node = node.parent
         return [digest for part in reversed(parts) for digest in part]
 
+    def digest_of(self, parent: bytes, key: bytes) -> bytes:
+        """The digest of the page with this key after the one with digest `parent`."""
+        words = tokens_of(key)
+        return block_hash(parent, words if any(words[self.page_size :]) else words[: self.page_size])
+
+    def _tokens_of(self, key: bytes) -> list[int]:
+        words = np.frombuffer(key, dtype="<u4").reshape(-1, self.page_bytes // TOKEN_BYTES)
+        tokens: list[int] = words[:, : self.page_size].ravel().tolist()
+        return tokens
+
     def find(self, digest: bytes) -> Node | None:
         """The node with this page of the device. O(1)."""
         return self._nodes.get(digest)
@@ -168,7 +151,7 @@ class RadixCache:
         """Pages from the root to the end of `node`, wherever they are."""
         total = 0
         while node is not None:
-            total += len(node.key) // self._page_bytes
+            total += len(node.key) // self.page_bytes
             node = node.parent
         return total
 
@@ -242,14 +225,14 @@ class RadixCache:
         If the cache holds more of `key` than `handle`, which the holder chose not to use, nothing more is locked.
         """
         match = self.match(key, namespace)
-        at, total = match.num_pages, len(key) // self._page_bytes
+        at, total = match.num_pages, len(key) // self.page_bytes
         if match.node is not handle or at == total:
             return handle
         node = handle or self._root(namespace)
         while at < total:
             node = self._below(node, key, at, total)
             node.lock_ref += 1
-            at += len(node.key) // self._page_bytes
+            at += len(node.key) // self.page_bytes
         self.version += 1
         return node
 
@@ -276,12 +259,12 @@ class RadixCache:
         pages[:existing] it keeps its own copies, and differing numbers there are the caller's duplicates. The new run
         is split where prompt meets output (`prompt_tokens`), so that outputs can be evicted first.
         """
-        total = len(key) // self._page_bytes
+        total = len(key) // self.page_bytes
         assert len(pages) >= total, f"{len(pages)} pages for a key of {total}"
         if total == 0:
             return 0, None
         self._now += 1
-        match = self.match(key[: total * self._page_bytes], namespace)
+        match = self.match(key[: total * self.page_bytes], namespace)
         node = match.node or self._root(namespace)
         if match.used_pages < len(node.pages):
             node = self._split(node, match.used_pages)
@@ -311,7 +294,7 @@ class RadixCache:
             if keep:
                 leaf.pages = leaf.pages[:keep].copy()
                 leaf.digests = leaf.digests[:keep]
-                leaf.key = leaf.key[: keep * self._page_bytes]
+                leaf.key = leaf.key[: keep * self.page_bytes]
                 self._queue.add(leaf)
             else:
                 self._remove_leaf(leaf)
@@ -341,7 +324,7 @@ class RadixCache:
     def _below(self, parent: Node, key: bytes, start: int, end: int) -> Node:
         """The child of `parent` for pages start … end of the key, or for the first of them; a new one is marked as
         being filled."""
-        size = self._page_bytes
+        size = self.page_bytes
         run = key[start * size : end * size]
         child = parent.children.get(run[:size])
         if child is None:
@@ -354,12 +337,12 @@ class RadixCache:
         self, node: Node, pages: Pages, start: int, prompt_tokens: int, namespace: str | None, priority: int
     ) -> None:
         """`node`, which begins with page `start` of a key whose KV is in `pages`, is now on the device."""
-        parent, tokens = node.parent, tokens_of(node.key)
+        parent, tokens = node.parent, self._tokens_of(node.key)
         assert parent is not None
         assert node.place is Place.ON_ITS_WAY
         digest = parent.digests[-1]
-        for i in range(0, len(tokens), self.page_size):
-            digest = block_hash(digest, tokens[i : i + self.page_size])
+        for i in range(0, len(node.key), self.page_bytes):
+            digest = self.digest_of(digest, node.key[i : i + self.page_bytes])
             node.digests.append(digest)
             self._nodes[digest] = node
         node.place = Place.DEVICE
@@ -379,7 +362,7 @@ class RadixCache:
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts `node` after `at` pages. Returns the new upper half; `node` becomes the lower half."""
-        parent, size = node.parent, self._page_bytes
+        parent, size = node.parent, self.page_bytes
         assert parent is not None
         assert 0 < at < len(node.key) // size
         upper = Node(parent, node.key[: at * size], self._now, node.place)
@@ -399,7 +382,7 @@ class RadixCache:
     def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[leaf.key[: self._page_bytes]]
+        del parent.children[leaf.key[: self.page_bytes]]
         if parent.children:
             return
         if parent.parent is not None:
@@ -428,7 +411,7 @@ class RadixCache:
             if node.place is not Place.DEVICE:
                 continue
             parent = hash_of(node.parent.digests[-1]) if node.parent.parent is not None else None
-            tokens = tokens_of(node.key)
+            tokens = self._tokens_of(node.key)
             for i, digest in enumerate(node.digests):
                 yield (
                     hash_of(digest),
@@ -452,7 +435,7 @@ class RadixCache:
         evictable = locked = leaves = 0
         seen: set[int] = set()
         for node, _ in self._walk():
-            parent, size = node.parent, self._page_bytes
+            parent, size = node.parent, self.page_bytes
             assert parent is not None
             assert parent.children[node.key[:size]] is node, f"{node} is not where its first page says"
             assert len(node.key) > 0 == len(node.key) % size, f"{node} has part of a page"
@@ -467,9 +450,9 @@ class RadixCache:
             assert len(numbers) == len(node.pages), f"a page is twice in {node}"
             assert not numbers & seen, f"pages {numbers & seen} are in two nodes"
             seen |= numbers
-            digest, tokens = parent.digests[-1], tokens_of(node.key)
+            digest = parent.digests[-1]
             for i, expected in enumerate(node.digests):
-                digest = block_hash(digest, tokens[i * self.page_size : (i + 1) * self.page_size])
+                digest = self.digest_of(digest, node.key[i * size : (i + 1) * size])
                 assert digest == expected, f"digest chain broken at page {i} of {node}"
                 assert self._nodes[digest] is node, f"page {i} of {node} is not found by its digest"
             if node.lock_ref:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
-from treeline_wire.media import Item, item_digest, with_items
+from treeline_wire.media import Item, item_digest, private_digest, with_items
 
 from treeline_runtime.media.fetch import Fetcher, FetchError
 from treeline_runtime.media.files import MediaFiles, Stored
@@ -96,8 +96,11 @@ class MediaReader:
     ) -> list[list[tuple[Source, bytes, Stored]]]:
         most = limits.max_request_tokens
         running = [
-            [asyncio.create_task(self._one(source, client, held, room, most)) for source in media.sources]
-            for media in task.media
+            [
+                asyncio.create_task(self._one(source, client, prompt.namespace, held, room, most))
+                for source in media.sources
+            ]
+            for prompt, media in zip(task.prompts, task.media, strict=True)
         ]
         each = [one for several in running for one in several]
         try:
@@ -108,16 +111,17 @@ class MediaReader:
         return [[one.result() for one in several] for several in running]
 
     async def _one(
-        self, source: Source, client: str | None, held: Held, room: Reservation, most: int
+        self, source: Source, client: str | None, namespace: str | None, held: Held, room: Reservation, most: int
     ) -> tuple[Source, bytes, Stored]:
         data, digest = source.data, source.digest
         if source.url:
             data = await self._fetched(source, client, room)
             digest = await asyncio.to_thread(item_digest, source.kind, data, self._rules.spec.fingerprint)
-        stored = held.hold(digest)
+        name = private_digest(digest, namespace)
+        stored = held.hold(name)
         if stored is None:
-            await self._decoded(Image(digest, data, source.param, most, client))
-            stored = held.hold(digest)
+            await self._decoded(Image(name, data, source.param, most, client))
+            stored = held.hold(name)
         if stored is None:  # others' images have taken its place at once
             raise overloaded("The memory for images of requests is in use; try again")
         return source, digest, stored

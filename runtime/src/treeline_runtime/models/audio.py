@@ -18,6 +18,8 @@ from treeline_runtime.models.vision import Norm, Projection
 from treeline_runtime.models.weights import AUDIO, PROJECTOR, Weights
 
 EPS = 1e-5
+AT_ONCE = 32
+"""Chunks that are convolved together: each takes megabytes meanwhile, and a recording may have thousands."""
 _LARGEST_HALF = torch.finfo(torch.float16).max - 1000
 
 
@@ -94,10 +96,7 @@ class AudioEncoder:
         config, chunk = self._config, self._config.chunk
         sounds = [frames.to(self._device, self._dtype) for _, frames in items]
         x = torch.cat([frames.view(config.bins, -1, chunk).transpose(0, 1) for frames in sounds])[:, None]
-        for convolution in self._convolutions:
-            x = convolution(x)
-        x = F.linear(x.permute(0, 3, 1, 2).flatten(2), self._flat)  # (chunks, tokens, hidden)
-        x += self._positions.to(x.dtype)
+        x = torch.cat([self._convolved(few) for few in x.split(AT_ONCE)]) + self._positions.to(x.dtype)
         kept, counts = [], [item.count for item, _ in items]
         for (item, _), of_item in zip(items, x.split([frames.shape[1] // chunk for frames in sounds]), strict=True):
             kept.append(of_item.flatten(0, 1)[: item.count])
@@ -108,6 +107,12 @@ class AudioEncoder:
             x = block(x, windows)
         x = self._second(F.gelu(self._first(self._norm(x))))
         return [one.clone() for one in x.split(counts)]  # a cache may keep one alone
+
+    def _convolved(self, x: torch.Tensor) -> torch.Tensor:
+        """(chunks, 1, mel bins, frames) → (chunks, tokens, hidden)."""
+        for convolution in self._convolutions:
+            x = convolution(x)
+        return F.linear(x.permute(0, 3, 1, 2).flatten(2), self._flat)
 
 
 def _sinusoids(length: int, size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
+from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of, salted_key_of
 from treeline_runtime.scheduler.slots import AdapterSlots
 from treeline_runtime.scheduler.table import TableManager
 
@@ -29,10 +29,13 @@ MIN_SHARED_TOKENS = 32
 class CacheManager:
     """Moves pages between free list, tree and requests."""
 
-    def __init__(self, config: SchedulerConfig, num_pages: int, table: TableManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, num_pages: int, table: TableManager, *, takes_items: bool = False
+    ) -> None:
         self.page_size = config.page_size
         self.pool = PagePool(num_pages)
-        self.tree = RadixCache(config.page_size, config.eviction_policy)
+        self.tree = RadixCache(config.page_size, config.eviction_policy, salted=takes_items)
+        self._salted = takes_items
         self.keeps = config.prefix_cache != "off"
         """Whether anything gets into the tree."""
         self.slots = AdapterSlots(config.max_loras)
@@ -49,6 +52,13 @@ class CacheManager:
         return -(-tokens // self.page_size)
 
     # ---- admission ----------------------------------------------------------------------------------------
+
+    def key_of(self, req: Req) -> bytes:
+        """The key of all its tokens."""
+        if not self._salted:
+            return key_of(req.tokens)
+        items = () if req.media is None else req.media.items
+        return salted_key_of(req.tokens, self.page_size, ((item.start, item.digest) for item in items))
 
     def match(self, req: Req) -> Match:
         """Finds the cached prefix of a waiting request. Changes nothing."""
@@ -123,7 +133,7 @@ class CacheManager:
             return
         own = self._table.pages[req.row, :total]
         existing, node = self.tree.insert(
-            key_of(req.tokens[: total * self.page_size]),
+            self.key_of(req)[: total * self.tree.page_bytes],
             own,
             prompt_tokens=req.prompt_len,
             namespace=req.namespace,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import TOKEN_BYTES, Match, Node, PagePool, Pages, RadixCache
+from treeline_runtime.kvcache import Match, Node, PagePool, Pages, RadixCache
 from treeline_runtime.kvcache.store import Moved
 
 
@@ -61,7 +61,7 @@ class Loads:
         shortage = len(digests) - self._pool.num_free
         if shortage > 0:
             self._pool.free(tree.evict(shortage))
-        key = req.key[: (start + len(digests)) * tree.page_size * TOKEN_BYTES]
+        key = req.key[: (start + len(digests)) * tree.page_bytes]
         handle = tree.begin_filling(handle, key, req.namespace)
         load = Load(req, key, start, self._pool.alloc(len(digests)), handle)
         self._loads[load] = None
@@ -71,9 +71,8 @@ class Loads:
         del self._loads[load]
         count, duplicates = moved.pages, 0
         if count:
-            size = self._tree.page_size * TOKEN_BYTES
             existing, _ = self._tree.insert(
-                load.key[: (load.start + count) * size],
+                load.key[: (load.start + count) * self._tree.page_bytes],
                 np.concatenate([np.zeros(load.start, dtype=np.int64), load.pages[:count]]),
                 prompt_tokens=load.req.prompt_len,
                 namespace=load.req.namespace,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
+from treeline_wire.media import private_digest
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch
@@ -26,6 +28,7 @@ class Media:
     """The items of a request."""
 
     items: tuple[MediaItem, ...]
+    """With digests that no other namespace has."""
     placeholders: tuple[int, ...]
     """The id of each one's tokens in the vocabulary."""
     positions: npt.NDArray[np.int64] | None
@@ -90,7 +93,8 @@ class Intake:
         positions, delta = None, 0
         if self._mrope is not None:
             positions, delta = positions_of(self._mrope, len(message.input_ids), message.items)
-        return Media(message.items, tuple(self._placeholders[item.kind] for item in message.items), positions, delta)
+        items = tuple(replace(item, digest=private_digest(item.digest, message.namespace)) for item in message.items)
+        return Media(items, tuple(self._placeholders[item.kind] for item in items), positions, delta)
 
 
 def _problem(config: SchedulerConfig, model: Decoder) -> str | None:

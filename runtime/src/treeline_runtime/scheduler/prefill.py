@@ -8,7 +8,7 @@ from itertools import islice
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import TOKEN_BYTES, Match, common_prefix, key_of
+from treeline_runtime.kvcache import Match, RadixCache, common_prefix
 from treeline_runtime.messages import MediaItem
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.decode import cost_pages, reserved_pages
@@ -30,16 +30,18 @@ class QueuedPrefixes:
     """Prompts of a queue in order, with what each shares with the last similar one before it, nearly always its longest
     shared prefix."""
 
-    def __init__(self) -> None:
+    def __init__(self, tree: RadixCache) -> None:
+        self._tree = tree
         self._last: dict[tuple[str | None, bytes], bytes] = {}
 
     def add(self, req: Req) -> int:
         """Returns the tokens that an earlier one will have computed for `req`. One comparison, O(length) memcmp."""
         if len(req.tokens) < MIN_SHARED_TOKENS:
             return 0
-        beginning = req.namespace, req.key[: MIN_SHARED_TOKENS * TOKEN_BYTES]
+        size, width = self._tree.page_size, self._tree.page_bytes
+        beginning = req.namespace, req.key[: -(-MIN_SHARED_TOKENS // size) * width]
         before, self._last[beginning] = self._last.get(beginning, b""), req.key
-        return min(common_prefix(before, req.key) // TOKEN_BYTES, req.cacheable_len)
+        return min(common_prefix(before, req.key) // width * size, req.cacheable_len)
 
 
 class PrefillManager:
@@ -93,7 +95,7 @@ class PrefillManager:
         self._order.put(req, front=True)
 
     def _enter(self, req: Req) -> None:
-        req.key = key_of(req.tokens)
+        req.key = self._cache.key_of(req)
         req.digests, req.loaded, req.fetched, req.fetch = [], False, 0, None
         req.waiting_since = self._clock()
         req.uncached_tokens = 0
@@ -149,7 +151,7 @@ class PrefillManager:
         version = self._cache.tree.version
         if version != self._estimated_version:
             self._estimated_version = version
-            queued = QueuedPrefixes()
+            queued = QueuedPrefixes(self._cache.tree)
             for req in islice(self.waiting.values(), ESTIMATED_WAITING):
                 self._estimate(req, queued.add(req))
         return self._uncached_waiting + (len(self.chunked.tokens) - self.chunked.device_len if self.chunked else 0)

@@ -81,7 +81,7 @@ class Scheduler:
         self.config = config
         limits = self.limits = resolve(config, model, group)
         self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
-        self.cache = CacheManager(config, limits.num_pages, self.table)
+        self.cache = CacheManager(config, limits.num_pages, self.table, takes_items=model.media is not None)
         self.prefill = PrefillManager(config, limits, self.cache, clock, lambda one: self.executor.has_embeddings(one))
         self.stats = stats = SchedulerStats()
         # with a launch under way, the first forced token is as late as if it were sampled

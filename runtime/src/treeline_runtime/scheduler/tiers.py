@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from treeline_wire.events import block_hash, root_digest
+from treeline_wire.events import root_digest
 from treeline_wire.pages import MOST_DIGESTS
 
 from treeline_runtime.config import SchedulerConfig
@@ -144,13 +144,13 @@ class Tiers:
 
     def _following(self, req: Req, match: Match, at: int, has: Callable[[bytes], bool], most: int) -> list[bytes]:
         """The digests of at most so many pages from `at` on, at or after the end of the match, while `has` is true."""
-        size, found = self._tree.page_size, list[bytes]()
+        size, width, found = self._tree.page_size, self._tree.page_bytes, list[bytes]()
         if len(req.digests) < match.num_pages:
             req.digests = self._tree.digests_of(match.node)[: match.num_pages]
         while len(found) < most and (at + 1) * size <= req.cacheable_len:
             if at == len(req.digests):
                 parent = req.digests[-1] if req.digests else root_digest(req.namespace)
-                req.digests.append(block_hash(parent, req.tokens[at * size : (at + 1) * size]))
+                req.digests.append(self._tree.digest_of(parent, req.key[at * width : (at + 1) * width]))
             if not has(req.digests[at]):
                 break
             found.append(req.digests[at])
