@@ -8,6 +8,7 @@ import random
 import struct
 import zlib
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import av
@@ -52,13 +53,13 @@ def silence(form: str, codec: str, seconds: float, rate: int = 16_000) -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format=form) as container:
         stream: Any = container.add_stream(codec, rate=rate)
-        stream.layout = "mono"
+        stream.layout, stream.time_base = "mono", Fraction(1, rate)
         size = stream.codec_context.frame_size or 4096
-        for _ in range(0, int(seconds * rate), size):
+        for at in range(0, int(seconds * rate), size):
             frame = av.AudioFrame(format=stream.format.name, layout="mono", samples=size)
             for plane in frame.planes:
                 plane.update(bytes(plane.buffer_size))
-            frame.sample_rate = rate
+            frame.sample_rate, frame.pts = rate, at
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return file.getvalue()
@@ -75,9 +76,9 @@ def film() -> bytes:
         sound.layout = "mono"
         for _ in range(10):
             container.mux(pictures.encode(av.VideoFrame(64, 64, "yuv420p")))
-        for _ in range(0, 16_000, 1024):
+        for at in range(0, 16_000, 1024):
             frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            frame.sample_rate = 16_000
+            frame.sample_rate, frame.pts = 16_000, at
             container.mux(sound.encode(frame))
         container.mux([*pictures.encode(None), *sound.encode(None)])
     return file.getvalue()
