@@ -78,12 +78,12 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 class Decoder:
-    """A pool of processes that decode images, with a loop of its own."""
+    """A pool of processes that decode images or recordings, with a loop of its own."""
 
-    def __init__(self, model: Path, most: int = 1 << 30) -> None:
+    def __init__(self, model: Path, most: int = 1 << 30, kind: str = "image", limit: int = PIXELS) -> None:
         self.runner = asyncio.Runner()
         self.files = MediaFiles(most)
-        self.pool = MediaPool(str(model), "image", PIXELS, self.files)
+        self.pool = MediaPool(str(model), kind, limit, self.files)
         self.runner.run(self._start())
 
     async def _start(self) -> None:

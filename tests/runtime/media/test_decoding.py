@@ -283,6 +283,20 @@ def test_a_processor_that_cannot_be_loaded_is_said(
         decode.close()
 
 
+def test_a_client_whose_images_end_processes_is_refused(media_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MEMORY_BYTES", 8 << 20)
+    monkeypatch.setattr(pools, "CLIENT_S", pools.SECONDS / 2)
+    decode = Decoder(media_model)
+    try:
+        with pytest.raises(ApiError, match="too much time or memory"):
+            decode(encoded(Image.new("RGB", (2048, 2048))), client="a")
+        with pytest.raises(ApiError, match="try again in"):
+            decode(SMALL, client="a")
+        decode(SMALL, client="b")
+    finally:
+        decode.close()
+
+
 def test_a_killed_process_is_replaced_and_its_image_decoded_again(
     media_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,22 @@ def test_a_cancelled_stream_ends_the_request(client: Client, http: httpx.Client)
     assert next(iter(call)).infer_response.outputs
     call.cancel()
     eventually(lambda: in_flight(http) == 0, what="nothing runs any more")
+
+
+def test_clients_without_a_key_cannot_hold_calls(client: Client, port: int) -> None:
+    """A call that never sends its message is answered and over."""
+    silent, gate = Client(port), threading.Event()
+
+    def nothing() -> Iterator[Any]:
+        gate.wait()
+        yield from ()
+
+    try:
+        for method in ("ServerLive", "ServerReady"):
+            call = silent.channel.stream_unary(f"/{SERVICE}/{method}", bytes, METHODS[method][1].FromString)
+            for waiting in [call.future(nothing()) for _ in range(20)]:
+                waiting.result(timeout=60)
+        assert client("ServerLive").live
+    finally:
+        gate.set()
+        silent.close()

@@ -89,16 +89,19 @@ async def end(context: Context, error: Exception) -> NoReturn:
     await context.abort(_STATUS.get(shown.status, grpc.StatusCode.INTERNAL), shown.told["message"])
 
 
-def unary(method: Callable[[Any, Context], Awaitable[Message]], request: type[Message]) -> grpc.RpcMethodHandler:
-    """The handler of a method with one answer."""
+def unary(
+    method: Callable[[Any, Context], Awaitable[Message]], request: type[Message], *, empty: bool = False
+) -> grpc.RpcMethodHandler:
+    """The handler of a method with one answer. `empty`: nothing is asked, so that the call need not be waited for."""
 
-    async def call(asked: bytes, context: Context) -> Message:
+    async def call(asked: Any, context: Context) -> Message:
         try:
-            return await method(_message(asked, request), context)
+            return await method(request() if empty else _message(asked, request), context)
         except Exception as error:
             await end(context, error)
 
-    return grpc.unary_unary_rpc_method_handler(call, None, _encode)
+    made = grpc.stream_unary_rpc_method_handler if empty else grpc.unary_unary_rpc_method_handler
+    return made(call, None, _encode)
 
 
 def streaming(

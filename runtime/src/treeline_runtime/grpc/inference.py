@@ -76,8 +76,8 @@ class InferenceService:
     @property
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         return {
-            "ServerLive": unary(self._live, pb.ServerLiveRequest),
-            "ServerReady": unary(self._ready, pb.ServerReadyRequest),
+            "ServerLive": unary(self._live, pb.ServerLiveRequest, empty=True),
+            "ServerReady": unary(self._ready, pb.ServerReadyRequest, empty=True),
             "ModelReady": unary(self._model_ready, pb.ModelReadyRequest),
             "ServerMetadata": unary(self._server, pb.ServerMetadataRequest),
             "ModelMetadata": unary(self._model, pb.ModelMetadataRequest),

@@ -151,6 +151,7 @@ class MediaPool:
                 self._put_back(image)
             raise
         except Killed:
+            began -= SECONDS  # its client also pays for the next process
             _finish(image, invalid(image.param, "it takes too much time or memory to decode"))
             raise
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import wave
+from itertools import chain
 from typing import Any, Final
 
 import av
@@ -27,6 +28,14 @@ _BEGINNINGS: Final = (
 )
 """Offset, bytes, and the format that they begin: FFmpeg may not guess, since it has formats that name other files."""
 
+_CODECS: Final = sorted(
+    {"aac", "alac", "flac", "mp3", "mp3float", "opus", "vorbis"}
+    | {name for name in av.codecs_available if name.startswith("pcm_")}
+)
+"""What is decoded, of sound alone: FFmpeg has hundreds of others, also for pictures, which it would look into."""
+_MOST_RATE: Final = 192_000
+"""Samples per second of a recording; more of them count as a longer one."""
+
 
 class Recordings:
     def __init__(self, folder: str, seconds: int) -> None:
@@ -46,6 +55,8 @@ class Recordings:
             [samples], sampling_rate=self._rate, padding=True, return_attention_mask=True, return_tensors="np"
         )
         spectrogram, frames = made["input_features"][0], int(made["attention_mask"].sum())
+        if not np.isfinite(spectrogram).all():
+            raise Refused("its samples are no sound: not finite, or far too loud")
         return Made(count_of(frames, self._chunk), (frames, 1, 1), spectrogram.shape), spectrogram
 
     def _samples(self, data: bytes) -> npt.NDArray[np.float32]:
@@ -53,17 +64,24 @@ class Recordings:
         form = next((form for at, head, form in _BEGINNINGS if data.startswith(head, at)), None)
         if form is None:
             raise Refused("it is no recording in a known format (WAV, MP3, FLAC, Ogg, M4A, MP4 or WebM)")
-        pieces, left = list[npt.NDArray[np.float32]](), self._seconds * self._rate
+        pieces, left = list[npt.NDArray[np.float32]](), float(self._seconds)
         try:
-            with av.open(io.BytesIO(data), "r", format=form) as container:
+            with av.open(
+                io.BytesIO(data), "r", format=form, options={"codec_whitelist": ",".join(_CODECS)}
+            ) as container:
+                stream = container.streams.audio[0]
+                if stream.codec_context.name not in _CODECS:
+                    raise Refused("its codec is not known here")
                 resampler = av.AudioResampler(format="flt", layout="mono", rate=self._rate)
-                for frame in (*container.decode(audio=0), None):
-                    for piece in resampler.resample(frame):
-                        pieces.append(piece.to_ndarray()[0].copy())
-                        left -= piece.samples
-                        if left < 0:
-                            raise Refused(f"it is longer than {self._seconds} s (--max-audio-seconds)")
-        except (av.FFmpegError, ValueError, IndexError, OSError):
+                for frame in chain(container.decode(stream), (None,)):
+                    if frame is not None:
+                        left -= frame.samples / min(frame.sample_rate, _MOST_RATE)
+                    if left < 0:  # before samples of a low rate become many
+                        raise Refused(f"it is longer than {self._seconds} s (--max-audio-seconds)")
+                    pieces += [piece.to_ndarray()[0].copy() for piece in resampler.resample(frame)]
+        except Exception as error:  # whatever a decoder stumbles over
+            if isinstance(error, Refused) or type(error) is MemoryError:
+                raise
             raise Refused("it is broken, or has no sound: it cannot be decoded") from None
         if not pieces:
             raise Refused("it has no sound")
