@@ -198,13 +198,14 @@ HLS = b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile:///etc/passwd\n"
         (b"", {}, "file"),
         (encoded(noise(21), "wav", "pcm_s16le"), {}, "file"),
         (encoded(noise(1), "wav", "pcm_s16le"), {"language": "tlh"}, "language"),
+        (encoded(noise(1), "wav", "pcm_s16le"), {"language": ["en", "de"]}, "language"),
         (encoded(noise(1), "wav", "pcm_s16le"), {"temperature": "hot"}, "temperature"),
         (encoded(noise(1), "wav", "pcm_s16le"), {"response_format": "srt"}, "response_format"),
         (encoded(noise(1), "wav", "pcm_s16le"), {"timestamp_granularities[]": "word"}, "timestamp_granularities[]"),
     ],
 )
 def test_wrong_forms_name_the_field(
-    recording: bytes, fields: dict[str, str], named: str, served: tuple[Any, Path, ServerProcess]
+    recording: bytes, fields: dict[str, str | list[str]], named: str, served: tuple[Any, Path, ServerProcess]
 ) -> None:
     _, _, server = served
     with server.client() as http:

@@ -112,13 +112,7 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
 """Flags that the operator sets and that `args` must not override, each with its field: otherwise pods would listen
 elsewhere, or differ from the field."""
 LORA_FLAGS: Final = ("--lora-root", "--max-loras", "--max-lora-rank", "--admin-host", "--admin-port")
-MEDIA_FLAGS: Final[Mapping[str, str]] = {
-    "--max-images": "items",
-    "--max-image-pixels": "image_pixels",
-    "--max-audio-seconds": "audio_seconds",
-    "--allowed-media-domains": "allowed_domains",
-}
-"""Flags of the runtime and their fields in `media`."""
+MEDIA_FLAGS: Final = ("--max-images", "--max-image-pixels", "--max-audio-seconds", "--allowed-media-domains")
 ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
 TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
 
@@ -300,7 +294,7 @@ class Engine(Part):
             field=".media",
         ),
         forbidden(
-            f"!has(self.media) || !({args_say(tuple(MEDIA_FLAGS))})",
+            f"!has(self.media) || !({args_say(MEDIA_FLAGS)})",
             f"media sets {', '.join(MEDIA_FLAGS)}: remove them from args",
             field=".args",
         ),

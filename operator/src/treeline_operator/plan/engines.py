@@ -185,12 +185,12 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
 
 
 def _media(own: Media | None) -> Iterator[str]:
-    for flag, name in MEDIA_FLAGS.items():
-        value = None if own is None else getattr(own, name)
-        if isinstance(value, tuple) and value:
-            yield from (flag, *value)
-        elif isinstance(value, int):
-            yield from (flag, str(value))
+    if own is None:
+        return
+    limits = zip(MEDIA_FLAGS, (own.items, own.image_pixels, own.audio_seconds), strict=False)
+    yield from (f"{flag}={limit}" for flag, limit in limits if limit is not None)
+    if own.allowed_domains:
+        yield from (MEDIA_FLAGS[-1], *own.allowed_domains)
 
 
 def _sglang(pool: InferencePool, files: Files, images: Images) -> Launch:

@@ -15,7 +15,7 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import create_form_parser
 
-from treeline_runtime.server.errors import ApiError, invalid, missing
+from treeline_runtime.server.errors import ApiError, invalid, missing, short, wrong
 from treeline_runtime.server.fields import Body
 from treeline_runtime.server.sampling import Temperature
 
@@ -85,7 +85,10 @@ def read_form(body: bytes | bytearray) -> dict[str, Any]:
         left -= 1
         if left < 0:
             raise ApiError(400, f"The form has more than {_MOST_PARTS} fields")
-        found[(name or b"").decode(errors="replace")] = value
+        field = (name or b"").decode(errors="replace")
+        if field in found:  # the picker may have read the other one
+            raise wrong(field, f"The form has {short(field)!r} twice")
+        found[field] = value
 
     def take_file(file: Any) -> None:
         file.file_object.seek(0)
