@@ -15,10 +15,10 @@ import av
 import numpy as np
 import pytest
 from support.media import Decoder
-from transformers import Qwen3ASRFeatureExtractor
 from treeline_runtime.media import pool as pools
 from treeline_runtime.server.errors import ApiError
 
+transformers: Any = pytest.importorskip("transformers")
 SECONDS = 30
 """The most of a recording."""
 
@@ -26,7 +26,7 @@ SECONDS = 30
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
     folder = tmp_path_factory.mktemp("models") / "audio"
-    Qwen3ASRFeatureExtractor().save_pretrained(folder)
+    transformers.Qwen3ASRFeatureExtractor().save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pools, "WORKERS", 1)
         made = Decoder(folder, kind="audio", limit=SECONDS)
