@@ -129,9 +129,8 @@ class RadixCache:
             node = node.parent
         return [digest for part in reversed(parts) for digest in part]
 
-    def digest_of(self, parent: bytes, key: bytes) -> bytes:
-        """The digest of the page with this key after the one with digest `parent`."""
-        words = tokens_of(key)
+    def digest_of(self, parent: bytes, words: list[int]) -> bytes:
+        """The digest of the page with these words in its key, after the one with digest `parent`."""
         return block_hash(parent, words if any(words[self.page_size :]) else words[: self.page_size])
 
     def _tokens_of(self, key: bytes) -> list[int]:
@@ -337,12 +336,15 @@ class RadixCache:
         self, node: Node, pages: Pages, start: int, prompt_tokens: int, namespace: str | None, priority: int
     ) -> None:
         """`node`, which begins with page `start` of a key whose KV is in `pages`, is now on the device."""
-        parent, tokens = node.parent, self._tokens_of(node.key)
+        parent, words = node.parent, tokens_of(node.key)
         assert parent is not None
         assert node.place is Place.ON_ITS_WAY
-        digest = parent.digests[-1]
-        for i in range(0, len(node.key), self.page_bytes):
-            digest = self.digest_of(digest, node.key[i : i + self.page_bytes])
+        width, digest = self.page_bytes // TOKEN_BYTES, parent.digests[-1]
+        is_plain = width == self.page_size
+        tokens = words if is_plain else self._tokens_of(node.key)
+        for i in range(0, len(words), width):
+            page = words[i : i + width]
+            digest = block_hash(digest, page) if is_plain else self.digest_of(digest, page)
             node.digests.append(digest)
             self._nodes[digest] = node
         node.place = Place.DEVICE
@@ -452,7 +454,7 @@ class RadixCache:
             seen |= numbers
             digest = parent.digests[-1]
             for i, expected in enumerate(node.digests):
-                digest = self.digest_of(digest, node.key[i * size : (i + 1) * size])
+                digest = self.digest_of(digest, tokens_of(node.key[i * size : (i + 1) * size]))
                 assert digest == expected, f"digest chain broken at page {i} of {node}"
                 assert self._nodes[digest] is node, f"page {i} of {node} is not found by its digest"
             if node.lock_ref:

@@ -132,8 +132,9 @@ class CacheManager:
         if total <= held:
             return
         own = self._table.pages[req.row, :total]
+        key = self.key_of(req) if self._salted else key_of(req.tokens)  # a call less in every chat
         existing, node = self.tree.insert(
-            self.key_of(req)[: total * self.tree.page_bytes],
+            key[: total * self.tree.page_bytes],
             own,
             prompt_tokens=req.prompt_len,
             namespace=req.namespace,

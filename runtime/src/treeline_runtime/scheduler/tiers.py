@@ -25,7 +25,7 @@ from treeline_wire.pages import MOST_DIGESTS
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import ANSWER_S, Remote, Req
-from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache
+from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache, tokens_of
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Lower
 from treeline_runtime.kvcache.page import PageFormat
@@ -150,7 +150,7 @@ class Tiers:
         while len(found) < most and (at + 1) * size <= req.cacheable_len:
             if at == len(req.digests):
                 parent = req.digests[-1] if req.digests else root_digest(req.namespace)
-                req.digests.append(self._tree.digest_of(parent, req.key[at * width : (at + 1) * width]))
+                req.digests.append(self._tree.digest_of(parent, tokens_of(req.key[at * width : (at + 1) * width])))
             if not has(req.digests[at]):
                 break
             found.append(req.digests[at])

@@ -78,12 +78,9 @@ class TranscriptionBody(Body, frozen=True, kw_only=True):
 def read_form(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of a form, in which the boundary is found as its first line. Raises ApiError 400."""
     found: dict[str, Any] = {}
-    left = _MOST_PARTS
 
     def take(name: bytes | None, value: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        if len(found) == _MOST_PARTS:
             raise ApiError(400, f"The form has more than {_MOST_PARTS} fields")
         field = (name or b"").decode(errors="replace")
         if field in found:  # the picker may have read the other one
