@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from treeline_runtime.confined.child import serve
 from treeline_runtime.media.protocol import MOST, PIECE_BYTES, Made, Refused, Unreadable
 
 
-class Kind(Protocol):
+class Processor(Protocol):
     def read(self, data: bytes, most: int) -> tuple[Made, npt.NDArray[np.float32]]:
         """An item as the encoder takes it; it may take so many tokens. Raises Refused."""
 
@@ -29,8 +29,8 @@ class Kind(Protocol):
 class Worker:
     """Raises MemoryError, which ends the process."""
 
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
         self._left = memoryview(b"")
 
     def answer(self, frame: bytearray) -> bytes:
@@ -40,14 +40,14 @@ class Worker:
         (most,) = MOST.unpack_from(frame)
         self._left = memoryview(b"")
         try:
-            made, output = self._kind.read(bytes(memoryview(frame)[MOST.size :]), most)
+            made, output = self._processor.read(bytes(memoryview(frame)[MOST.size :]), most)
         except Refused as error:
             return msgspec.msgpack.encode(Unreadable(str(error)))
         self._left = memoryview(np.ascontiguousarray(output, "<f4").data).cast("B")
         return msgspec.msgpack.encode(made)
 
 
-def _kind(folder: str, kind: str, limit: str) -> Any:
+def _processor(folder: str, kind: str, limit: str) -> Processor:
     if kind == "image":
         from treeline_runtime.media.images import Images
 
@@ -59,9 +59,9 @@ def _kind(folder: str, kind: str, limit: str) -> Any:
 
 def main() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    kind: Kind = _kind(*sys.argv[1:])
-    worker = Worker(kind)
-    for example in kind.examples():
+    processor = _processor(*sys.argv[1:])
+    worker = Worker(processor)
+    for example in processor.examples():
         worker.answer(bytearray(MOST.pack(1 << 30) + example))
     serve(worker.answer)
 

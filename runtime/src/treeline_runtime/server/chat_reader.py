@@ -185,9 +185,14 @@ class ApiReader:
         stream: bool | None,
     ) -> jobs.ChatTask:
         """The request as a chat. `name`: as `converted`'s; `api`: its field names; `more`: no prompt reads these."""
-        converted = self.converted(convert, name)
+        return self.task_of(self.converted(convert, name) | more, name, api, stream)
+
+    def task_of(
+        self, chat: Mapping[str, Any], name: str, api: ModuleType | ollama_fields.Api, stream: bool | None
+    ) -> jobs.ChatTask:
+        """The task of a chat that was made of the request. `name`: of the member that its messages are."""
         with renamed(api.NAMES, api.MEMBERS):
-            task = read_chat_task(converted | more, self.model, self.limits, self.caller)
+            task = read_chat_task(chat, self.model, self.limits, self.caller)
         # Whether its grammar can be compiled shows later: it is blamed on what the API calls it.
         param = task.prompts[0].sampling.grammar_param
         if param is not None:

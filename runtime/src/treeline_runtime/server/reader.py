@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from treeline_wire.apis import ollama
 from treeline_wire.prompt import Prompt
 
-from treeline_runtime.media.sources import PromptMedia, Source, checked, named, parts_of_native, read_sources
+from treeline_runtime.media.sources import PromptMedia, Source, checked, parts_of_native, read_sources
 from treeline_runtime.messages import GenerateReq
 from treeline_runtime.server import grammars, jobs, openai
 from treeline_runtime.server import native_fields as native
@@ -167,13 +167,10 @@ class Reader(openai.ModelFacts):
         self.check_model(body.model)
         if self.media is None or self.media.kind != "audio":
             raise unsupported("file", "this model reads no recordings")
-        with renamed(transcription_fields.NAMES, transcription_fields.MEMBERS):
-            chat = read_chat_task(transcription_fields.chat_of(body), self, limits, caller)
-        fields = {name: getattr(chat, name) for name in jobs.ChatTask.__struct_fields__}
+        reader, chat = ApiReader(self, raw, limits, caller), transcription_fields.chat_of(body)
+        task = reader.task_of(chat, "file", transcription_fields, body.stream)
         return jobs.TranscriptTask(
-            **fields | {"stream": bool(body.stream), "media": [named(media, "file") for media in chat.media]},
-            format=body.response_format or "json",
-            knows_language=bool(body.language),
+            **asdict(task), format=body.response_format or "json", knows_language=bool(body.language)
         )
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------

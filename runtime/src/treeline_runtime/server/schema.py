@@ -56,11 +56,10 @@ def operation(
             content[stream] = {"schema": reference(kind)}
     failed = {"description": "An error", "content": {JSON: {"schema": reference(error)}}}
     extra: Schema = {}
-    if body is not None:
-        _KINDS.extend(body.parts)
-        extra["requestBody"] = {"required": True, "content": {JSON: {"schema": reference(body)}}}
-    if form is not None:
-        extra["requestBody"] = {"required": True, "content": {FORM: {"schema": reference(form)}}}
+    for sent, how in ((body, JSON), (form, FORM)):
+        if sent is not None:
+            _KINDS.extend(sent.parts)
+            extra["requestBody"] = {"required": True, "content": {how: {"schema": reference(sent)}}}
     return {
         "tags": [tag],
         "summary": summary,

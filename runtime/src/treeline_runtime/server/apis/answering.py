@@ -84,9 +84,9 @@ class EventMaker(AnswerMaker):
 
     # ---- in the words of the API --------------------------------------------------------------------------------
 
-    @abstractmethod
     def begin(self, out: TextOut) -> Iterator[Event]:
         """Returns the events of the first output."""
+        return iter(())
 
     @abstractmethod
     def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
@@ -97,15 +97,15 @@ class EventMaker(AnswerMaker):
         """An event as bytes of the stream."""
         return named_event(event.type, event)
 
-    @abstractmethod
-    def block_begun(self, block: Block) -> Iterator[Event]: ...
+    def block_begun(self, block: Block) -> Iterator[Event]:
+        return iter(())
 
     @abstractmethod
     def block_grown(self, block: Block, text: str) -> Iterator[Event]: ...
 
-    @abstractmethod
     def block_ended(self, block: Block, *, cut: bool) -> Iterator[Event]:
         """`cut`: the output ended inside it."""
+        return iter(())
 
     # ---- whole or as it comes -----------------------------------------------------------------------------------
 

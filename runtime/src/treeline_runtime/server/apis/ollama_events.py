@@ -102,9 +102,6 @@ class OllamaLines(EventMaker):
     def failed(self, error: ApiError) -> bytes:
         return self.write(ollama_error_body(error.told["message"]))
 
-    def block_begun(self, block: Block) -> Iterator[Event]:
-        return iter(())
-
     def block_grown(self, block: Block, text: str) -> Iterator[Event]:
         match block.kind:
             case "text":

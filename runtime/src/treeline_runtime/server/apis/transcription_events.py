@@ -54,9 +54,6 @@ class Transcript(EventMaker):
             return Answer(self._said.encode(), headers=self.headers(outs[0]), content_type=b"text/plain; charset=utf-8")
         return answer
 
-    def begin(self, out: TextOut) -> Iterator[Event]:
-        return iter(())
-
     def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
         yield from self.end_blocks(cut=False)
         if not self._is_said and self._said:
@@ -65,9 +62,6 @@ class Transcript(EventMaker):
         usage = answers.TranscriptUsage(out.prompt_tokens, out.completion_tokens, total)
         self.answer = answers.Transcription(self._said, usage)
         yield answers.TranscriptDone(self._said, usage)
-
-    def block_begun(self, block: Block) -> Iterator[Event]:
-        return iter(())
 
     def block_grown(self, block: Block, text: str) -> Iterator[Event]:
         self._said += text
@@ -78,6 +72,3 @@ class Transcript(EventMaker):
             self._is_said, self._said, text = True, rest, rest
         if text:
             yield answers.TranscriptDelta(text)
-
-    def block_ended(self, block: Block, *, cut: bool) -> Iterator[Event]:
-        return iter(())
