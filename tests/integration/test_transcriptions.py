@@ -183,6 +183,12 @@ def test_chats_may_have_recordings(served: tuple[Any, Path, ServerProcess]) -> N
     assert answer.choices[0].message.content == expected(model, folder, samples, text, 8)
 
 
+def test_the_server_says_that_it_reads_recordings_and_no_images(served: tuple[Any, Path, ServerProcess]) -> None:
+    with served[2].client() as http:
+        said = http.get("/get_model_info").json()
+    assert (said["has_image_understanding"], said["has_audio_understanding"]) == (False, True)
+
+
 HLS = b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile:///etc/passwd\n"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response, Security
+from treeline_wire.media import Kind
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.download import repository
@@ -261,6 +262,10 @@ class Probes:
         adapters = (name for name, digest in state.adapters.items() if digest and name not in lost)
         return [self._model(), *map(self._model, adapters)]
 
+    def _reads(self, kind: Kind) -> bool:
+        service = self._service
+        return service.media is not None and service.rules is not None and service.rules.kind == kind
+
     @property
     def model_type(self) -> str:
         """The architecture's name in the checkpoint; "" if it has none."""
@@ -303,8 +308,8 @@ class Probes:
                 "reasoning_parser": self._service.formats.reasoning,
                 "tool_call_parser": self._service.formats.tools,
                 "disaggregation_mode": "null",
-                "has_image_understanding": self._service.media is not None,
-                "has_audio_understanding": False,
+                "has_image_understanding": self._reads("image"),
+                "has_audio_understanding": self._reads("audio"),
                 "model_type": info.model_config.get("model_type"),
                 "architectures": info.model_config.get("architectures"),
             }
