@@ -25,7 +25,7 @@ from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.models.lora import AdapterPool
 
-QKV = Site(("layers.0.q", "layers.0.v"), (6, 3), 8, (None, None))
+QKV = Site(("layers.0.q", "layers.0.v"), (8, 4), 8, (None, None))
 DOWN = Site(("layers.0.down",), (8,), 12, (None,))
 SITES = [QKV, DOWN]
 SHAPES = shapes_of(SITES)
@@ -305,7 +305,7 @@ def test_the_first_step_that_uses_a_slot_waits_for_its_upload_and_no_other(monke
 def test_devices_and_widths_without_grouped_products_are_refused() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         AdapterPool(SITES, 1, 8, torch.float16, torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"layers.0.o, which has 5 inputs"):
+    with pytest.raises(ConfigError, match=r"layers.0.o, which has 5 inputs and 8 outputs"):
         AdapterPool([Site(("layers.0.o",), (8,), 5, (None,))], 1, 8, torch.float32, torch.device("cpu"))
 
 

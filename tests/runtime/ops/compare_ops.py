@@ -22,7 +22,15 @@ from treeline_runtime.context import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
 from treeline_runtime.models.model_config import ClampedGate  # noqa: E402
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402
-from treeline_runtime.ops import Experts, Heads, Tables, attention_kernels, fp8, fused_experts  # noqa: E402
+from treeline_runtime.ops import (  # noqa: E402
+    Experts,
+    Heads,
+    Tables,
+    adapter_kernels,
+    attention_kernels,
+    fp8,
+    fused_experts,
+)
 from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402
 from treeline_runtime.ops.triton_ops import VOCAB_BLOCK, TritonOps  # noqa: E402
 from treeline_runtime.sampling import mask_words  # noqa: E402
@@ -146,6 +154,23 @@ def experts(dtype: torch.dtype) -> None:
             expected = REFERENCE.experts(x, weights, scores * (ids != 0), ids)
             close(REFERENCE.experts(x, some, scores, ids), expected, dtype)
             close(FUSED.experts(x, some, scores, ids), expected, dtype)
+
+
+def adapters(dtype: torch.dtype) -> None:
+    """Rows with adapters of several ranks, one of them with nothing here, and rows without, beside plain products."""
+    slots, ranks = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32), torch.tensor([8, 0, 24], dtype=torch.int32)
+    for widths, inputs in (((300,), 100), ((700, 20), 2304), ((512, 64, 64), 4096)):
+        x, y = noise(5, inputs, dtype=dtype), noise(5, sum(widths) + 8, dtype=dtype)[:, :-8]
+        a = noise(3, 24, len(widths), inputs, dtype=dtype) * inputs**-0.5
+        b = noise(3, 24, sum(widths), dtype=dtype)
+        expected = y.double()
+        for row, slot in enumerate(slots.tolist()):
+            rank = int(ranks[slot]) if slot >= 0 else 0
+            lows = torch.einsum("rpi,i->pr", a[slot, :rank].double(), x[row].double())
+            for out, part, low in zip(expected[row].split(widths), b[slot].split(widths, 1), lows, strict=True):
+                out += low @ part[:rank].double()
+        adapter_kernels.add_low_rank(x, y, a, b, widths, slots.to(DEVICE), ranks.to(DEVICE))
+        close(y, expected.to(dtype), dtype)
 
 
 def softcap(dtype: torch.dtype) -> None:
@@ -378,7 +403,7 @@ def pages() -> None:
     assert torch.equal(out, expected.int())
 
 
-PRODUCTS = (linear, linear_fp8, quantise_fp8, route, experts)
+PRODUCTS = (linear, linear_fp8, quantise_fp8, route, experts, adapters)
 REST = (cells, norm, gate, softcap, rotate_and_store, rotate_and_store_fp8, choose)
 GROUPS = {"products": PRODUCTS, "rest": REST}
 

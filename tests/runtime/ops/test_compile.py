@@ -142,7 +142,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     monkeypatch.setattr(triton.runtime.JITFunction, "run", record)
     early = {"EARLY": True, "launch_pdl": True}
-    for module in ("ops.triton_ops", "ops.rank_kernels", "attention.decode"):
+    for module in ("ops.triton_ops", "ops.rank_kernels", "ops.adapter_kernels", "attention.decode"):
         monkeypatch.setattr(f"treeline_runtime.{module}.early_launch", lambda _: early)
     return found
 
@@ -153,7 +153,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 def operations(shape: Shape) -> None:
     """Launch every operation of a step except attention."""
-    from treeline_runtime.ops import rank_kernels
+    from treeline_runtime.ops import adapter_kernels, rank_kernels
     from treeline_runtime.ops.triton_ops import TritonOps
 
     ops = TritonOps()
@@ -169,6 +169,14 @@ def operations(shape: Shape) -> None:
     ops.add_norm(noise(2, shape.hidden), noise(2, shape.hidden), weight, 1e-5, weight if shape.plus_one else None)
     meeting = Meeting(1, torch.zeros(4, dtype=torch.int64), 1 << 20)
     rank_kernels.add_norm(meeting, 0, noise(2, shape.hidden), weight, 1e-5, weight if shape.plus_one else None)
+    for widths, inputs in (
+        ((shape.query * shape.dim, shape.kv * shape.dim, shape.kv * shape.dim), shape.hidden),
+        ((shape.inner, shape.inner), shape.hidden),
+        ((shape.hidden,), shape.inner),
+    ):
+        a, b = noise(2, 16, len(widths), inputs), noise(2, 16, sum(widths))
+        slots = torch.zeros(2, dtype=torch.int32)
+        adapter_kernels.add_low_rank(noise(2, inputs), noise(2, sum(widths)), a, b, widths, slots, slots)
     ops.gate(noise(2, 2 * shape.inner), "gelu_tanh" if shape.plus_one else "silu")
     ops.softcap(noise(2, shape.vocab), 30.0)
     storing(shape, a_pool(shape))

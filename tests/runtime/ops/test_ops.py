@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 GROUPS = {
     "attention": ("compare_attention.py", "decode decode_fp8 extend extend_fp8"),
     "shared_prefixes": ("compare_attention.py", "decode_shared decode_shared_fp8"),
-    "products": ("compare_ops.py", "linear linear_fp8 quantise_fp8 route experts"),
+    "products": ("compare_ops.py", "linear linear_fp8 quantise_fp8 route experts adapters"),
     "rest": (
         "compare_ops.py",
         "cells norm gate softcap rotate_and_store rotate_and_store_fp8 choose forbid pages overflow",

@@ -13,6 +13,7 @@ import torch
 from support.adapter_engine import AdapterHarness, of
 from support.adapters import ATTENTION, write_adapter
 from support.runtime_engine import VOCAB, Harness, write_config
+from support.runtime_graphs import ComputedGraphs
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.models.config import ModelError
@@ -33,10 +34,24 @@ def prompt(seed: int, length: int = 24) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"mixed_chunk": True, "chunked_prefill_size": 16}, {"prefix_cache": "off"}])
-def test_a_mixed_batch_answers_as_each_request_alone(model: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mixed_chunk": True, "chunked_prefill_size": 16},
+        {"prefix_cache": "off"},
+        {"speculative_algorithm": "NGRAM"},
+    ],
+)
+def test_a_mixed_batch_answers_as_each_request_alone(
+    model: Path, tmp_path: Path, settings: dict[str, Any], captured: bool
+) -> None:
     alone, together = (AdapterHarness(model, tmp_path / "root", max_loras=4, **settings) for _ in range(2))
     digests: list[str | None] = [None]
+    graphs = ComputedGraphs(together.executor, 64)
+    if captured:
+        together.executor._graphs = graphs  # type: ignore[assignment]
     for engine in (alone, together):
         digests = [None, engine.added("a", 1), engine.added("b", 2, rank=64), engine.added("c", 3, ATTENTION[:1])]
     expected = {}
@@ -46,6 +61,7 @@ def test_a_mixed_batch_answers_as_each_request_alone(model: Path, tmp_path: Path
         together.submit(rid, prompt(seed), **of_one)
     together.run()
     assert {rid: together.tokens(rid) for rid in expected} == expected
+    assert (graphs.with_adapters > 0) is captured
     # the same prompt, by four weights
     answers = [tuple(alone.generate(f"p{i}", PROMPT, namespace=of(digest))) for i, digest in enumerate(digests)]
     assert len(set(answers)) == 4

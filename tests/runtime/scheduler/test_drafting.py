@@ -149,7 +149,8 @@ def draft_of(req: Req, *guesses: int, room: int = 50) -> list[int]:
     speculation.learn(req, req.tokens[-1:])
     assert req.drafting is not None
     req.drafting.share = 1.0
-    return speculation.draft(req, 1, room)
+    assert speculation.pays([req])
+    return speculation.draft(req, room)
 
 
 def test_drafts_are_bounded() -> None:
@@ -183,7 +184,7 @@ def test_nothing_is_guessed_for_a_constraint_that_took_too_much_work() -> None:
     assert speculation.pays([req])
     toy.allows_guesses = False
     assert not speculation.pays([req])
-    assert speculation.draft(req, 1, 50) == []
+    assert speculation.draft(req, 50) == []
 
 
 def test_guesses_that_are_not_verified_count_too() -> None:
@@ -225,11 +226,11 @@ def test_few_guesses_among_many_requests_are_not_waited_for() -> None:
             assert req.drafting is not None
             req.drafting.share = 0.9 if i < 2 else 0.0
         assert speculation.pays(reqs) is not overlaps, "two of forty have three guesses"
-        assert speculation.pays(reqs[:30])
+        assert speculation.pays(reqs[:16])
         reqs[5].in_flight = 1
         assert speculation.waits(reqs) is not overlaps
         reqs[0].drafting.share = reqs[1].drafting.share = 0.6  # type: ignore[union-attr]
-        assert speculation.pays(reqs[:20]) is not overlaps, "a guess counts only after right ones"
+        assert speculation.pays(reqs[:10]) is not overlaps, "a guess counts only after right ones"
     for req in reqs:
         assert req.drafting is not None
         req.drafting.share = 0.0
@@ -261,7 +262,8 @@ def test_simulated_guesses_are_right_at_the_given_rate(caplog: pytest.LogCapture
     assert "outputs are nonsense" in caplog.text
     speculation.learn(req, [4])
     for _ in range(2000):
-        req.draft = speculation.draft(req, 1, 50)
+        assert speculation.pays([req])
+        req.draft = speculation.draft(req, 50)
         assert isinstance(req.drafting, Drafting)
         speculation.learn(req, [4] * (req.drafting.right + 1))
     tried, (first, second, third) = stats.total_drafts, stats.accepted_per_position
@@ -269,4 +271,4 @@ def test_simulated_guesses_are_right_at_the_given_rate(caplog: pytest.LogCapture
     assert second / first == pytest.approx(0.7, abs=0.04)
     assert third / second == pytest.approx(0.7, abs=0.04)
     req.constraint = Toy(alternating)
-    assert speculation.draft(req, 1, 50) == [], "a grammar's output stays one"
+    assert speculation.draft(req, 50) == [], "a grammar's output stays one"

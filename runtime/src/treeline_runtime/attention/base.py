@@ -57,6 +57,9 @@ class Layout:
 class AttentionBackend(ABC):
     """Attention over a paged pool. An instance serves one pool; a plan is valid until the next `plan`."""
 
+    sharers = 1
+    """Sequences with the same keys, in steps of one new token each, for which these are read once."""
+
     def __init__(self, pool: KVPool, num_heads: int, scoring: Scoring = PLAIN) -> None:
         assert len(scoring.windows) in (0, len(pool.keys))
         self.pool = pool

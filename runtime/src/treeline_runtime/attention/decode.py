@@ -85,8 +85,7 @@ class Decode(AttentionBackend):
             self._block //= 2
         group = self.num_heads // self.num_kv_heads
         self._block_group = max(16, triton.next_power_of_2(group))
-        self._sharers = self._block_group // group
-        """Sequences whose queries are a tile."""
+        self.sharers = self._block_group // group  # their queries are a tile
         self._alone = Segments(0, self._block)
         """Segments for the last number of sequences if none shares a prefix."""
         self._shared: tuple[Any, Segments] = None, self._alone
@@ -102,7 +101,7 @@ class Decode(AttentionBackend):
 
     def _buffers(self, rows: torch.Tensor, segments: torch.Tensor, shape: Segments) -> _Buffers:
         """Buffers with room for partial results, shared by all steps, since a stream runs them one after another."""
-        cells = self._shares * self._sharers + 2 * len(rows)
+        cells = self._shares * self.sharers + 2 * len(rows)
         if len(self._partial) < cells:
             size = (cells, self.num_heads, self.head_dim)
             self._partial = torch.empty(size, dtype=torch.float32, device=self._device)
@@ -137,7 +136,7 @@ class Decode(AttentionBackend):
                 kv_lens[: len(host.rows)],
                 page_size=self.pool.page_size,
                 block=self._block,
-                most=self._sharers,
+                most=self.sharers,
             )
             segments = Segments(len(kv_lens), self._block, prefixes) if prefixes else self._alone
             self._shared = (*key[:2], host.rows[:]), segments
@@ -168,7 +167,7 @@ class Decode(AttentionBackend):
             out,
             HEADS=self.num_heads,
             DIM=self.head_dim,
-            SHARERS=self._sharers,
+            SHARERS=self.sharers,
             SINKS=sinks is not None,
             BLOCK_DIM=triton.next_power_of_2(self.head_dim),
             num_warps=1,

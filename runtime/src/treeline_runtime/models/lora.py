@@ -2,12 +2,14 @@
 
 Rows are sorted by slot, and two grouped products do the rest: "shrink" by A to the rank, "expand" by B. A step pays for
 the adapters in it, up to their highest rank; rows without one are left out, and a step without any is not touched.
+Decode steps on a GPU are graphs, in which each row reads the matrices of its slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 
 from treeline_runtime.config import ConfigError
 from treeline_runtime.models.adapters import Adapter, Site
-from treeline_runtime.transfer import upload
+from treeline_runtime.transfer import pinned, upload
 
 ALIGNED_BYTES, ALIGNED = 16, 8
 """Grouped products want rows of a multiple of so many bytes, so ranks are padded to a multiple of so many numbers."""
@@ -31,8 +33,12 @@ class _Stack:
 
     a: torch.Tensor
     """(slots, rank, projections, own inputs)"""
-    b: list[torch.Tensor]
-    """For each projection (slots, own outputs, rank)."""
+    b: torch.Tensor
+    """(slots, rank, own outputs of all projections)"""
+    widths: tuple[int, ...]
+    """The own outputs of each projection."""
+    ranks: torch.Tensor
+    """(slots,) int32: the rank of each slot's adapter, padded; 0 if it has nothing here."""
     used: set[int] = field(default_factory=set)
     """Slots whose adapter has anything here."""
 
@@ -41,17 +47,25 @@ class AdapterPool:
     """Adapters on the device, in slots of equal size."""
 
     def __init__(
-        self, sites: Sequence[Site], slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+        self,
+        sites: Sequence[Site],
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        graph_rows: int = 0,
     ) -> None:
-        """Raises ConfigError where there are no grouped products of this dtype or of a site's width."""
+        """graph_rows: tokens of a captured step, at most. Raises ConfigError where there are no grouped products of
+        this dtype or of a site's width."""
         if device.type == "cuda" and dtype != torch.bfloat16:
             raise ConfigError(f"adapters on a GPU need --dtype bfloat16, not {str(dtype).removeprefix('torch.')}")
-        narrow = next((site for site in sites if site.own_inputs * dtype.itemsize % ALIGNED_BYTES), None)
-        if narrow is not None:
-            raise ConfigError(
-                f"adapters cannot be added to {narrow.names[0]}, which has {narrow.own_inputs} inputs on a rank: their "
-                f"bytes must be a multiple of {ALIGNED_BYTES}"
-            )
+        for site in sites:
+            if any(n * dtype.itemsize % ALIGNED_BYTES for n in (site.own_inputs, *site.own_outputs)):
+                raise ConfigError(
+                    f"adapters cannot be added to {site.names[0]}, which has {site.own_inputs} inputs and "
+                    f"{', '.join(map(str, site.own_outputs))} outputs on a rank: the bytes of each must be a multiple "
+                    f"of {ALIGNED_BYTES}"
+                )
         rank = padded(max_rank)
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -63,9 +77,17 @@ class AdapterPool:
         self._uploaded: dict[int, torch.cuda.Event] = {}
         """Slot → the end of its upload, until a step has waited for it."""
         self._ranks = [0] * slots
+        self._ranks_there = torch.zeros(len(sites), slots, dtype=torch.int32, device=device)
+        self._of_rows = torch.full((graph_rows,), -1, dtype=torch.int32, device=device)
+        """The slot of each row of the captured step that is replayed next, -1: none."""
         self._stacks = {
-            site.name: _Stack(zeros(rank, len(site.names), site.own_inputs), [zeros(n, rank) for n in site.own_outputs])
-            for site in sites
+            site.name: _Stack(
+                zeros(rank, len(site.names), site.own_inputs),
+                zeros(rank, sum(site.own_outputs)),
+                site.own_outputs,
+                ranks,
+            )
+            for site, ranks in zip(sites, self._ranks_there, strict=True)
         }
         if self._uploads is not None:
             self._uploads.wait_stream(torch.cuda.current_stream(device))  # which makes them zero
@@ -80,18 +102,37 @@ class AdapterPool:
 
     def _write(self, slot: int, adapter: Adapter) -> None:
         self._ranks[slot] = padded(adapter.rank)
+        ranks = [self._ranks[slot] * (name in adapter.parts) for name in self._stacks]
+        self._ranks_there[:, slot].copy_(pinned(np.array(ranks, dtype=np.int32), self._device), non_blocking=True)
         for name, stack in self._stacks.items():
             there = adapter.parts.get(name)
             if slot in stack.used:  # what another adapter's projections and higher ranks have left
-                for matrix in (stack.a, *stack.b):
+                for matrix in (stack.a, stack.b):
                     matrix[slot].zero_()
                 stack.used.discard(slot)
             if there is None:
                 continue
             stack.used.add(slot)
+            places = stack.b[slot].split(stack.widths, 1)
             for at, (a, b) in there.items():
                 stack.a[slot, : len(a), at].copy_(a, non_blocking=True)
-                stack.b[at][slot, :, : len(a)].copy_(b, non_blocking=True)
+                places[at][: len(a)].copy_(b.to(self._device, non_blocking=True).t())
+
+    def captured(self, rows: int) -> AdapterStep:
+        """The adapters of a captured step of so many rows: those that `choose` has written before a replay."""
+        return _Captured(self._stacks, self._of_rows[:rows])
+
+    def choose(self, slots: list[int], q_lens: list[int], rows: int) -> None:
+        """slots, q_lens: as of `step`. Gives them to the captured step of so many rows."""
+        self._wait(set(slots))
+        of_rows = np.full(rows, -1, dtype=np.int32)
+        of_rows[: sum(q_lens)] = np.repeat(slots, q_lens)
+        self._of_rows[:rows].copy_(pinned(of_rows, self._device), non_blocking=True)
+
+    def _wait(self, slots: set[int]) -> None:
+        """Lets the next step begin when these are uploaded."""
+        for slot in self._uploaded.keys() & slots:
+            self._uploaded.pop(slot).wait()
 
     def step(self, slots: list[int], q_lens: list[int]) -> AdapterStep | None:
         """slots, q_lens: for each sequence the slot of its adapter, -1: none; and its tokens. None if all have none."""
@@ -99,20 +140,40 @@ class AdapterPool:
         used = set(slots) - {-1}
         if not used:
             return None
-        for slot in self._uploaded.keys() & used:
-            self._uploaded.pop(slot).wait()
+        self._wait(used)
         order = np.argsort(of_rows % (self._slots + 1), kind="stable")  # those without one come last
         ends = np.bincount(of_rows[of_rows >= 0], minlength=self._slots).cumsum()
-        return AdapterStep(
+        return _Sorted(
             self._stacks, used, max(self._ranks[slot] for slot in used), int(ends[-1]),
             upload(order, self._device), upload(np.argsort(order), self._device),
             upload(ends.astype(np.int32), self._device),
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterStep:
+class AdapterStep(Protocol):
     """The adapters of a step's rows."""
+
+    def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x (tokens, inputs), y (tokens, outputs of all projections): adds to y what the adapters make of x."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """Implements `AdapterStep` for captured steps."""
+
+    _stacks: dict[str, _Stack]
+    _of_rows: torch.Tensor
+
+    def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
+        from treeline_runtime.ops.adapter_kernels import add_low_rank  # Triton, which a CPU may not have
+
+        stack = self._stacks[site.name]
+        add_low_rank(x, y, stack.a, stack.b, stack.widths, self._of_rows, stack.ranks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sorted:
+    """Implements `AdapterStep` by grouped products."""
 
     _stacks: dict[str, _Stack]
     _slots: set[int]
@@ -127,19 +188,16 @@ class AdapterStep:
     """(slots,) int32: where each slot's rows end there."""
 
     def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
-        """x (tokens, inputs), y (tokens, outputs of all projections): adds to y what the adapters make of x."""
         stack, rank = self._stacks[site.name], self._rank
         if stack.used.isdisjoint(self._slots):
             return
         shrink = stack.a[:, :rank].flatten(1, 2).transpose(1, 2)
         low = F.grouped_mm(x.index_select(0, self._order), shrink, offs=self._ends)
         lows = low.view(len(low), rank, -1).permute(2, 0, 1).contiguous()
-        begin = 0
-        for low, b in zip(lows, stack.b, strict=True):
-            change = F.grouped_mm(low, b[:, :, :rank].transpose(1, 2), offs=self._ends)
+        for low, b, outputs in zip(lows, stack.b.split(stack.widths, 2), y.split(stack.widths, 1), strict=True):
+            change = F.grouped_mm(low, b[:, :rank], offs=self._ends)
             change[self._count :] = 0  # rows beyond the last group are undefined
-            y[:, begin : begin + b.shape[1]] += change.index_select(0, self._inverse)  # on a CPU `index_add_` is slow
-            begin += b.shape[1]
+            outputs += change.index_select(0, self._inverse)  # on a CPU `index_add_` is slow
 
 
 def pool_bytes(sites: Sequence[Site], slots: int, max_rank: int, element_bytes: int) -> int:

@@ -97,7 +97,7 @@ class DecodeManager:
             for i, req in enumerate(reqs):
                 if ends[i] == len(req.tokens) and not req.in_flight:
                     share = -(-room // (len(reqs) - i))  # who began first takes no more than others
-                    ends[i] += self._draft(req, self._speculation.draft(req, len(reqs), share))
+                    ends[i] += self._draft(req, self._speculation.draft(req, share))
                     room -= len(req.draft)
         return Batch(Phase.DECODE, reqs, [req.device_len for req in reqs], ends, samples)
 

@@ -36,11 +36,12 @@ DEPTHS: tuple[tuple[int, tuple[tuple[float, int], ...]], ...] = (
 )
 """From a number of decoding requests on: from a share of right guesses on, the number of guesses. Where many decode, a
 token more takes time, which only good guesses are worth."""
+WAIT = 0.3
+"""Right guesses to expect for each request, on average, before a step waits for results: the device then computes
+nothing while it is planned, for about so much of a step's time (measured on an H200: 0.25 to 0.4, for 1 to 32
+requests)."""
 SLACK = 0.1
 """A depth is kept until the share is so much lower than what it needs."""
-WAIT = 0.15
-"""Right guesses to expect for each request, on average, before a step waits for results: its planning then takes about
-so much of a step's time, in which the device computes nothing."""
 FIRST_SHARE = 0.5
 """The share of right guesses that a request begins with."""
 FORGET = 0.9
@@ -65,6 +66,8 @@ class Drafting:
     share: float = FIRST_SHARE
     """Of its guesses that were right, lately; also of those that were not verified."""
     depth: int = 0
+    most: int = 0
+    """Guesses that pay in the next step."""
     expected: int | None = None
     """Its guess of the next token; None: it has none."""
     right: int = 0
@@ -74,9 +77,12 @@ class Drafting:
 
 def depth_for(batch: int, share: float, before: int) -> int:
     """The number of guesses for a request of which this share was right, where `before` was the last number."""
-    steps = next(steps for least, steps in reversed(DEPTHS) if batch >= least)
-    deepest = max((depth for needs, depth in steps if share >= needs), default=0)
-    kept = max((depth for needs, depth in steps if share >= needs - SLACK), default=0)
+    deepest = kept = 0
+    for needs, depth in next(steps for least, steps in reversed(DEPTHS) if batch >= least):
+        if share >= needs:
+            deepest = depth
+        if share >= needs - SLACK:
+            kept = depth
     return max(deepest, min(before, kept))
 
 
@@ -124,21 +130,29 @@ class Speculation:
         return any(req.draft for req in flying) or (bool(flying) and self.pays(reqs))
 
     def pays(self, reqs: Sequence[Req]) -> bool:
-        """Whether a step of these requests should have guesses."""
-        self._can_pay = bool(reqs) and depth_for(len(reqs), 1.0, 0) > 0
-        known = ((self._depth(req, len(reqs)), req.drafting) for req in reqs)
-        chains = (state.share**place for depth, state in known if state is not None for place in range(1, depth + 1))
-        right = sum(chains)
-        return right > (WAIT * len(reqs) if self._overlaps else 0)
+        """Whether a step of these requests should have guesses: more right ones for each, on average, than the device
+        could compute of steps without while it waits."""
+        batch, right = len(reqs), 0.0
+        self._can_pay = batch > 0 and depth_for(batch, 1.0, 0) > 0
+        cost = self._stats.step_times.cost(batch)
+        for req in reqs if self._can_pay else ():
+            if (state := req.drafting) is not None:
+                state.most, chance = self._most_of(req, state, batch, cost), 1.0
+                for _ in range(state.most):
+                    chance *= state.share
+                    right += chance - cost
+        return right > (WAIT * batch if self._overlaps else 0)
 
-    def draft(self, req: Req, batch: int, room: int) -> list[int]:
-        """The guesses for a request whose tokens are all known, among `batch` decoding ones; at most `room`. None of
-        them ends the output, or is an item's."""
-        most = min(self._depth(req, batch), room, req.max_new_tokens - req.output_len - 1)
-        if most <= 0 or req.drafting is None:
+    def draft(self, req: Req, room: int) -> list[int]:
+        """The guesses for a request whose tokens are all known, after `pays`; at most `room`. None of them ends the
+        output, or is an item's."""
+        if (state := req.drafting) is None:
+            return []
+        most = min(state.most, room, req.max_new_tokens - req.output_len - 1)
+        if most <= 0:
             return []
         found: list[int] = []
-        for token in self._guess(req, req.drafting, most):
+        for token in self._guess(req, state, most):
             if token in req.stop_ids or token >= FIRST_ID:
                 break
             found.append(token)
@@ -201,13 +215,11 @@ class Speculation:
         constraint.rollback(taken)
         return count
 
-    def _depth(self, req: Req, batch: int) -> int:
-        state = req.drafting
-        constraint = req.constraint
-        if state is None or state.expected is None or (constraint is not None and not constraint.allows_guesses):
+    def _most_of(self, req: Req, state: Drafting, batch: int, cost: float) -> int:
+        if state.expected is None or (req.constraint is not None and not req.constraint.allows_guesses):
             return 0
         state.depth = depth_for(batch, state.share, state.depth)
-        return paying(min(state.depth, self._most), state.share, self._stats.step_times.cost(batch))
+        return paying(min(state.depth, self._most), state.share, cost)
 
     def _is_right(self, guess: int, token: int) -> bool:
         return guess == token
@@ -263,10 +275,10 @@ class Simulated(Speculation):
         self._rate = rate
         self._chance = random.Random(0)
 
-    def draft(self, req: Req, batch: int, room: int) -> list[int]:
+    def draft(self, req: Req, room: int) -> list[int]:
         if req.constraint is not None:
             return []
-        found = super().draft(req, batch, room)
+        found = super().draft(req, room)
         if req.drafting is not None:
             right = 0
             while right < len(found) and self._is_right(0, 0):

@@ -92,14 +92,15 @@ class Executor:
             self._adapters, self._slots = adapters, None
             if config.serves_adapters:
                 room = config.max_loras, config.max_lora_rank
-                self._slots = AdapterPool(model.sites, *room, limits.dtype, device)
+                self._slots = AdapterPool(model.sites, *room, limits.dtype, device, limits.max_graph_batch)
             scoring = shape.scoring.within(table.page_table.shape[1] * limits.page_size)
             self._attention = new_attention(config.attention_backend, self.pool, shape.num_heads, scoring)
             self._chains: Chains | None = None
             if model.drafter is not None:
                 self._chains = Chains(model.drafter, model.ops, table, self.pool, limits, config.most_guesses)
             self._forward = Forward(model, self._attention, table, self._chains)
-            self._graphs = DecodeGraphs(self._forward, self._attention, table, limits.max_graph_batch, device)
+            graph_batch = limits.max_graph_batch
+            self._graphs = DecodeGraphs(self._forward, self._attention, table, graph_batch, device, self._slots)
             self._prompts = PromptGraphs(self._forward, self._attention, table, limits.max_graph_tokens, device)
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -143,11 +144,13 @@ class Executor:
             return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:
-        """Graphs are captured without adapters and items."""
-        if plan.adapters or plan.media is not None:
+        """Graphs are captured without items, those of prompts without adapters, too."""
+        if plan.media is not None:
             return EAGER
         if self._is_decode_graph(plan):
-            return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
+            return Launch("decode graph", self._graphs.size_for(plan.num_tokens, adapts=bool(plan.adapters)))
+        if plan.adapters:
+            return EAGER
         size = self._prompts.size_for(plan.num_tokens)
         return Launch("prompt graph", size) if size else EAGER
 
@@ -203,22 +206,28 @@ class Executor:
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 
     def _is_decode_graph(self, plan: StepPlan) -> bool:
-        """Whether a step replays a graph in which every token is a sequence of its own and reads everything before it.
-        A long jump in a long sequence is faster as a prompt."""
+        """Whether a step replays a graph in which every token is a sequence of its own and reads everything before it,
+        several of them at once. A long jump in a long sequence is faster as a prompt."""
         if not plan.decodes or plan.hidden:  # graphs give no hidden states
             return False
         if plan.num_tokens > self._graphs.largest or not plan.sampling:
             return False
-        again = sum((n - 1) * end for n, end in zip(plan.q_lens, plan.ends, strict=True))
+        if plan.num_tokens == len(plan.rows):
+            return True
+        together = self._attention.sharers
+        again = sum((n - 1) // together * end for n, end in zip(plan.q_lens, plan.ends, strict=True))
         return again * self._token_bytes <= _READ_AGAIN_BYTES
 
     def _replay(self, plan: StepPlan, size: int) -> Launched:
-        launched, scratch_row = Launched(plan), self._table.scratch_row
+        launched, scratch_row, adapts = Launched(plan), self._table.scratch_row, bool(plan.adapters)
+        if adapts and self._slots is not None:
+            self._slots.choose(plan.adapters, plan.q_lens, size)
         if len(plan.sampling) == len(plan.rows) == plan.num_tokens:
             inputs = DecodeInputs.of(plan, scratch_row)
-            return self._finish(launched, *self._graphs.replay(inputs, plan.ends, size))
+            return self._finish(launched, *self._graphs.replay(inputs, plan.ends, size, adapts=adapts))
         inputs = DecodeInputs.spread(plan, scratch_row)
-        logits, tokens, kv_finite = self._graphs.replay(inputs, [at + 1 for at in inputs.positions], size)
+        ends = [at + 1 for at in inputs.positions]
+        logits, tokens, kv_finite = self._graphs.replay(inputs, ends, size, adapts=adapts)
         lasts = upload(np.array(plan.lasts), self._device)
         chosen = Tokens(tokens.ids[lasts], tokens.finite[lasts])
         return self._finish(launched, logits[lasts], chosen, kv_finite)

@@ -235,8 +235,8 @@ class Forward:
         return logits, tokens
 
     def decode(
-        self, inputs: OnDevice, plan: Any, out: torch.Tensor | None = None
+        self, inputs: OnDevice, plan: Any, out: torch.Tensor | None = None, adapters: AdapterStep | None = None
     ) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
         """A step with one new token per sequence → logits, tokens, whether keys and values are finite."""
-        hidden, kv_finite = self.hidden(inputs.rows, inputs.positions, plan)
+        hidden, kv_finite = self.hidden(inputs.rows, inputs.positions, plan, adapters=adapters)
         return *self.choose(hidden, inputs, out), kv_finite

@@ -2,7 +2,8 @@
 
 Some batch sizes are captured, the largest first, so that the others fit into its memory; all share one place for
 logits, which outlive the step. A batch uses the smallest size that holds it, padded with one-token sequences in the
-scratch row.
+scratch row. Engines that serve adapters capture fewer sizes once more, with the adapters of each row, so that steps
+without any pay nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from treeline_runtime.attention import AttentionBackend, Layout
+from treeline_runtime.models.lora import AdapterPool
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, OnDevice, Tokens
 from treeline_runtime.transfer import pinned
 
@@ -43,55 +45,69 @@ class DecodeGraphs:
     """If the backend's steps cannot be captured, `largest` is 0."""
 
     def __init__(
-        self, forward: Forward, attention: AttentionBackend, table: DeviceTables, largest: int, device: torch.device
+        self,
+        forward: Forward,
+        attention: AttentionBackend,
+        table: DeviceTables,
+        largest: int,
+        device: torch.device,
+        adapters: AdapterPool | None = None,
     ) -> None:
+        self._adapters = adapters
         self._forward = forward
         self._attention = attention
         self._table = table
         self._device = device
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, bool], _Captured] = {}
+        """By size, and whether with adapters."""
         if device.type == "cuda" and largest > 0:
             self._capture(sizes_up_to(largest))
-        self.largest = max(self._captured, default=0)
+        self.largest = max((size for size, _ in self._captured), default=0)
 
     @torch.inference_mode()
     def _capture(self, sizes: list[int]) -> None:
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         pool: Any = None
         logits = self._forward.empty_logits(sizes[-1])
-        for size in reversed(sizes):
+        kinds = [(size, False) for size in sizes]
+        if self._adapters is not None:
+            kinds += [(size, True) for size in sizes if size.bit_count() == 1 or size == sizes[-1]]
+        for size, adapts in sorted(kinds, reverse=True):
             packed = torch.from_numpy(DecodeInputs([], [], [], [], _NO_KEYS).packed(size, self._table.scratch_row))
             inputs = packed.to(self._device)
             buffers = self._attention.capture_buffers(size)
             if buffers is None:
                 return
             plan = self._plan(size, [], [], inputs, buffers)
-            views = OnDevice.of(inputs)
+            views, adapters = OnDevice.of(inputs), self._adapters.captured(size) if self._adapters and adapts else None
             # kernels are compiled and chosen outside of the capture
-            self._forward.decode(views, plan, logits[:size])
+            self._forward.decode(views, plan, logits[:size], adapters)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             # an application around the engine may use the device in its own threads meanwhile
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                outputs = self._forward.decode(views, plan, logits[:size])
+                outputs = self._forward.decode(views, plan, logits[:size], adapters)
             pool = graph.pool()
-            self._captured[size] = _Captured(graph, inputs, buffers, outputs)
+            self._captured[size, adapts] = _Captured(graph, inputs, buffers, outputs)
         torch.cuda.synchronize(self._device)
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         seconds = time.perf_counter() - started
         logger.info(
-            "captured decode steps of %d batch sizes up to %d: %.1f s, %.2f GiB", len(sizes), sizes[-1], seconds,
+            "captured decode steps of %d batch sizes up to %d: %.1f s, %.2f GiB", len(kinds), sizes[-1], seconds,
             taken / (1 << 30),
         )  # fmt: skip
 
-    def size_for(self, tokens: int) -> int:
-        """Sequences of the smallest graph that computes so many."""
-        return min(size for size in self._captured if size >= tokens)
+    def size_for(self, tokens: int, *, adapts: bool) -> int:
+        """Sequences of the smallest graph that computes so many, with adapters or without."""
+        return min(size for size, kind in self._captured if size >= tokens and kind is adapts)
 
-    def replay(self, inputs: DecodeInputs, ends: list[int], size: int) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """`Forward.decode` of at most `size` sequences by its graph. The next replay overwrites the result."""
+    def replay(
+        self, inputs: DecodeInputs, ends: list[int], size: int, *, adapts: bool
+    ) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+        """`Forward.decode` of at most `size` sequences by its graph, with the adapters that were chosen for it or
+        without. The next replay overwrites the result."""
         n = len(ends)
-        captured = self._captured[size]
+        captured = self._captured[size, adapts]
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)
         self._plan(size, inputs.rows, ends, captured.packed, captured.buffers)

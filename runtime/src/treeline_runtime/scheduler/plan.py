@@ -6,7 +6,6 @@ Sequences are numbered by their order in the step; sampled ones also among thems
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -83,7 +82,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     pages: Writes = Writes()
     drafts: dict[int, list[int]] = {}
     """Sequence → its last tokens, where these are guesses. Written to the token table, too. A token is sampled after
-    each of them and before the first, so the sequence is in `sampling` once more than it has guesses."""
+    each of them and before the first, so the sequence is in `sampling` once more than it has guesses, in a row."""
     chain: int = 0
     """Guesses that the drafter on the device makes for what follows the sampled tokens of each sequence."""
     right: dict[int, int] = {}
@@ -143,18 +142,19 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
         cuts = (int(np.abs(bounds - self.num_tokens * i / count).argmin()) for i in range(count + 1))
         return list(pairwise(sorted(set(cuts))))
 
-    @property
+    @cached_property
     def sampled_at(self) -> list[int]:
         """The position of each sampled token."""
         if not self.drafts:
             return [self.ends[i] for i in self.sampling]
-        found, seen = [], Counter[int]()
+        found, last, at = list[int](), -1, 0
         for i in self.sampling:
-            found.append(self.ends[i] - len(self.drafts.get(i, ())) + seen[i])
-            seen[i] += 1
+            at = at + 1 if i == last else self.ends[i] - len(self.drafts.get(i, ()))
+            last = i
+            found.append(at)
         return found
 
-    @property
+    @cached_property
     def lasts(self) -> list[int]:
         """The index among all tokens of the step of the one before each sampled token."""
         at = zip(self.sampling, self.sampled_at, strict=True)
