@@ -3,11 +3,12 @@
     python runtime/benchmarks/lora.py --shape tiny
 
 Two engines with the same random weights decode the same batch one after the other, in turns. One serves adapters of all
-attention and feed-forward layers, more of them than it has slots. Prints a row of JSON for each figure, of BATCH
-requests; a share is the median of the rounds' shares, without the first round.
+attention and feed-forward layers, and knows more of them than it has slots. Prints a row of JSON for each figure, of
+BATCH requests; a share is the median of the rounds' shares, without the first round.
 
 - `lora.base_share`: tokens per second without adapters, by the engine that serves them ÷ by the other.
-- `lora.throughput_share`: the same, when each request has one of the adapters.
+- `lora.throughput_share`: the same, when each request has an adapter of its own, of which half are in slots before.
+- `lora.crowded_share`: the same with slots for half of these adapters only, so that requests wait for their turn.
 - `lora.load_s`: seconds to load an adapter.
 """
 
@@ -68,35 +69,47 @@ def tokens_s(engine: Engine, work: Work, adapters: list[str] | None = None) -> f
     return sum(work.lengths) / (time.perf_counter() - began)
 
 
+def shares(plain: Engine, served: Engine, work: Work, names: list[str], rounds: int) -> tuple[float, float]:
+    """Tokens per second by `served` without adapters, and with one for each request, ÷ by `plain`."""
+    rng, base, share = random.Random(0), list[float](), list[float]()
+    asked = rng.sample(names, BATCH)
+    for _ in range(rounds + 1):
+        others = [name for name in names if name not in asked]
+        asked = rng.sample(asked, BATCH // 2) + rng.sample(others, BATCH // 2)
+        turns = [(plain, None), (served, None), (served, asked)]
+        found = {turn: tokens_s(turns[turn][0], work, turns[turn][1]) for turn in rng.sample(range(3), 3)}
+        base.append(found[1] / found[0])
+        share.append(found[2] / found[0])
+    return statistics.median(base[1:]), statistics.median(share[1:])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--known", type=int, default=100, help="adapters that are loaded")
-    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="few short answers: proves that it works")
     args = parser.parse_args()
-    rounds, output, known = (2, 8, 4) if args.quick else (21, 64, args.known)
+    rounds, output, known = (2, 8, 2 * BATCH) if args.quick else (args.rounds, 256, args.known)
     shape, work = SHAPES[args.shape], Work.streams(BATCH, 64, output)
     settings = {"load_format": "dummy", "max_running_requests": BATCH, "max_total_tokens": 2 * BATCH * (64 + output)}
-    rng, base_shares, shares = random.Random(0), list[float](), list[float]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "config.json").write_text(json.dumps(shape | COMMON))
         names = write_adapters(folder, shape, known)
-        adapters = {"lora_root": place, "max_loras": args.slots, "max_lora_rank": RANK, "max_lora_memory": 1 << 40}
-        with Engine(folder, **settings) as plain, Engine(folder, **settings, **adapters) as served:
-            began = time.perf_counter()
-            for name in names:
-                served.load_lora_adapter(name, name)
-            load_s = (time.perf_counter() - began) / known
-            for _ in range(rounds):
-                turns = [(plain, None), (served, None), (served, rng.choices(names, k=BATCH))]
-                found = {turn: tokens_s(turns[turn][0], work, turns[turn][1]) for turn in rng.sample(range(3), 3)}
-                base_shares.append(found[1] / found[0])
-                shares.append(found[2] / found[0])
-    report("lora.base_share", statistics.median(base_shares[1:]))
-    report("lora.throughput_share", statistics.median(shares[1:]))
-    report("lora.load_s", load_s)
+        adapters = {"lora_root": place, "max_lora_rank": RANK, "max_lora_memory": 1 << 40}
+        with Engine(folder, **settings) as plain:
+            for slots, name in ((BATCH, "throughput"), (BATCH // 2, "crowded")):
+                with Engine(folder, **settings, **adapters, max_loras=slots) as served:
+                    began = time.perf_counter()
+                    for adapter in names:
+                        served.load_lora_adapter(adapter, adapter)
+                    load_s = (time.perf_counter() - began) / known
+                    base, share = shares(plain, served, work, names, rounds)
+                if name == "throughput":
+                    report("lora.base_share", base)
+                    report("lora.load_s", load_s)
+                report(f"lora.{name}_share", share)
     return 0
 
 

@@ -25,9 +25,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     )
 }
 
-ELSEWHERE = ("e2e", "programs", scripts.CORPUS, *(f"serving-{name}" for name in DATASETS))
+ON_GPU = ("speculation-llama8b", "lora-llama8b")
+ELSEWHERE = ("e2e", "programs", scripts.CORPUS, *(f"serving-{name}" for name in DATASETS), *ON_GPU)
 """Further results, written by journeys on a real Kubernetes (`make e2e`), `treeline bench programs`, `treeline bench
-structured --corpus DIR`, and `treeline bench serving --results DIR`."""
+structured --corpus DIR`, `treeline bench serving --results DIR`, and by scripts on a GPU."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:

@@ -238,7 +238,7 @@ def _tiers(context: Context) -> Iterator[tuple[str, Script]]:
 
 
 def _lora(context: Context) -> Iterator[tuple[str, Script]]:
-    must, shape = ("lora.base_share", "lora.throughput_share", "lora.load_s"), shapes()[0]
+    must, shape = ("lora.base_share", "lora.throughput_share", "lora.crowded_share", "lora.load_s"), shapes()[0]
     yield f"lora: {shape}", Script("runtime/benchmarks/lora.py", must, ("--shape", shape, *_quick(context)))
 
 
