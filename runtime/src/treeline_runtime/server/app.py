@@ -94,8 +94,8 @@ def application(
 
 
 class Observed:
-    """Counts answers, adds the header of ignored fields, closes connections of a draining server after their answer, and
-    ends requests. HEAD is a GET without the body, which the server leaves out."""
+    """Counts answers, adds the header of ignored fields, ends requests, and while the server drains their connections.
+    HEAD is a GET without the body, which the server leaves out."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
