@@ -9,6 +9,7 @@ A server ends in one of three ways: a signal (drain, status 0; Ctrl-C before it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
 
 INTERRUPT_DRAIN_S = 3.0
 """Time that Ctrl-C gives running requests."""
+QUIET_S = 0.5
+"""Time without requests after which a drained server closes its connections."""
+REFUSALS_S = 3.0
+"""The longest that it waits for this."""
 LAST_WORDS_S = 0.2
 """Time for the last message of a child that has ended."""
 
@@ -187,6 +192,21 @@ class Server:
             cut = self._service.manager.fail_all(STOPPED)
             logger.warning("%d requests had not finished after %g s and were ended", cut, limit_s)
             await self._settle(FAREWELL_S)
+        if number == signal.SIGTERM:
+            await self._quiet()
+
+    async def _quiet(self) -> None:
+        """Waits until routers send nothing any more; what they send is refused, so that they try another server.
+
+        A request may be on its way to an idle connection, or to the listener's queue, while these are closed: it is
+        lost, and HTTP/1.1 cannot say beforehand that they will be.
+        """
+        seen = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REFUSALS_S):
+                while self._service.active or seen != self._service.came:
+                    seen = self._service.came
+                    await asyncio.sleep(QUIET_S)
 
     async def _settle(self, timeout_s: float) -> bool:
         """Waits until no request is running; False after `timeout_s`."""

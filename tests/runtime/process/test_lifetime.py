@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import zmq
 from support.runtime_server import Stream, eventually, gone
+from support.virtual_loop import run
+from treeline_runtime.serve import QUIET_S, REFUSALS_S, Server
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad, decode_load
 
 pytestmark = pytest.mark.integration
@@ -62,6 +68,50 @@ def test_sigterm_keeps_accepting_then_refuses_finishes_streams_and_exits_0(start
         assert stream.ended()[-1] == "[DONE]"
         context.destroy(linger=0)
     assert server.wait() == 0
+
+
+def test_a_draining_server_answers_on_every_connection_and_closes_it(start: Any) -> None:
+    """One connection holds half a request, which the drain waits for; the other was idle when the signal came."""
+    server = start().ready()
+    body = json.dumps({"prompt": "hi", "max_tokens": 2})
+    held, idle = (http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60) for _ in range(2))
+    with server.metrics() as metrics:
+        idle.request("GET", "/live")
+        assert idle.getresponse().read()
+        held.putrequest("POST", "/v1/completions")
+        held.putheader("content-length", str(len(body)))
+        held.endheaders(body[:5].encode())
+        eventually(lambda: 'http_requests_active{model_name="random"} 1.0' in metrics.get("/metrics").text)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_log("SIGTERM: draining, 1 requests in flight")
+    idle.request("POST", "/v1/completions", body)
+    held.send(body[5:].encode())
+    for connection in (idle, held):
+        refused = connection.getresponse()
+        assert (refused.status, refused.headers["connection"]) == (503, "close")
+        assert refused.headers["x-treeline-overloaded"]
+    assert server.wait() == 0
+
+
+def test_a_drained_server_waits_until_no_request_has_come_for_a_while() -> None:
+    """Requests come faster than its patience ends, and it stays; then none comes, or they never end."""
+    service = SimpleNamespace(active=0, came=0)
+    server: Any = SimpleNamespace(_service=service)
+
+    async def asked(times: int) -> float:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        quiet = asyncio.create_task(Server._quiet(server))
+        for _ in range(times):
+            await asyncio.sleep(0.8 * QUIET_S)
+            assert quiet.done() == (loop.time() - began > REFUSALS_S)
+            service.came += 1
+        await quiet
+        return loop.time() - began
+
+    assert run(asked(0)) == QUIET_S
+    assert run(asked(3)) == QUIET_S * 4
+    run(asked(20))
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error_object(start: Any) -> None:

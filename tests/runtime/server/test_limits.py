@@ -189,7 +189,7 @@ async def test_a_connection_keeps_nothing_of_ended_requests(answered: bool) -> N
         raise RuntimeError
 
     with nullcontext() if answered else pytest.raises(RuntimeError):
-        await Observed(fails, Metrics("m"))(scope, no_message, no_message)
+        await Observed(fails, service(0)[0])(scope, no_message, no_message)
     assert scope["state"] == {}
     assert (request.parts, request.inflight, closed) == ([], None, [True])
 
@@ -206,7 +206,7 @@ async def test_a_500_leaves_the_connection_open() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await Observed(fails, Metrics("m"))({"type": "http", "method": "GET", "path": "/x"}, no_message, send)
+    await Observed(fails, service(0)[0])({"type": "http", "method": "GET", "path": "/x"}, no_message, send)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 

@@ -24,7 +24,6 @@ from treeline_runtime.server.docs_page import HEADERS, docs_page
 from treeline_runtime.server.errors import ApiError, ClientGone, UnknownModel, anthropic_error
 from treeline_runtime.server.http import ApiRequest, json_answer
 from treeline_runtime.server.limits import TooMuchInFlight
-from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.service import BROKEN, Service
 
 logger = logging.getLogger(__name__)
@@ -91,16 +90,17 @@ def application(
             ),
             max_age=PREFLIGHT_MAX_AGE_S,
         )
-    return Observed(served, service.metrics)
+    return Observed(served, service)
 
 
 class Observed:
-    """Counts answers, adds the header of ignored fields, and ends requests. HEAD is a GET without the body, which the
-    server leaves out."""
+    """Counts answers, adds the header of ignored fields, ends requests, and while the server drains their connections.
+    HEAD is a GET without the body, which the server leaves out."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._metrics = metrics
+        self._metrics = service.metrics
+        self._state = service.state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
@@ -113,6 +113,8 @@ class Observed:
             if message["type"] == "http.response.start":
                 if message["status"] != CLIENT_LEFT:
                     self._metrics.http_requests.labels(_path_of(scope), message["status"]).inc()
+                if self._state.draining:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
                 asked: ApiRequest | None = state.get("asked")
                 if asked is not None and asked.ignored:
                     ignored = (wire_headers.IGNORED.encode(), ", ".join(asked.ignored).encode())

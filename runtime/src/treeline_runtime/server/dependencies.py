@@ -104,10 +104,10 @@ class _Reading(Guarded):
         asked = request.state.asked = ApiRequest(request.scope, request.receive)
         if self._generates and service.tracing is not None:
             asked.span = service.tracing.begin(asked)
-        await asked.read_body(self._limit, Reservation(service.budget, asked.client))
         if self._generates:
             service.count_generating(1)
             asked.on_end = lambda: service.count_generating(-1)
+        await asked.read_body(self._limit, Reservation(service.budget, asked.client))
         asked.watch()
         return asked
 

@@ -190,7 +190,9 @@ class Service:
     hidden_size: int | None = None
     """Size of the hidden states that requests may ask for; None if they may not."""
     active: int = 0
-    """HTTP requests that generate, from admission to their last byte."""
+    """HTTP requests that generate, from their headers to the last byte of their answer."""
+    came: int = 0
+    """How many of them have come so far."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -226,6 +228,7 @@ class Service:
     def count_generating(self, change: int) -> None:
         """Counts generating HTTP requests: 1 begins, -1 ends one. `idle` is set at none."""
         self.active += change
+        self.came += change > 0
         self.metrics.set("http_requests_active", self.active)
         if self.active:
             self.idle.clear()
