@@ -23,11 +23,12 @@ import pytest
 import torch
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import KVPool, key_of, page, remote
+from treeline_runtime.kvcache import KVPool, key_of, page, remote, store
 from treeline_runtime.kvcache.host import HostTier, Slab
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.remote import RemotePages
-from treeline_runtime.kvcache.store import PageStore, Work, Workers
+from treeline_runtime.kvcache.store import PageStore
+from treeline_runtime.kvcache.workers import Work, Workers
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.lending import LATE_S
@@ -188,7 +189,7 @@ class Side:
         entries = [(NAMES[one], of.slot, of.checksum is None, of.readers) for one, of in self.host._entries.items()]
         jobs = [(job.kind, len(job.part), job.sent, job.result is None, str(job.heard)) for job in self.jobs.all]
         lent = [(type(one).__name__, NAMES[one.digests[0]], since) for one, _, since in self.tiers.lending._waiting]
-        fetches = [(*map(NAMES.get, one.digests), one.over) for one in self.tiers._fetches]
+        fetches = [(*map(NAMES.get, one.digests), one.over, one.page_s) for one in self.tiers._fetches]
         order = [NAMES[one] for one in self.host._evictable]
         return nodes, entries, order, jobs, lent, fetches, self.tiers.lending._asked.qsize(), self.tree.locked_pages
 
@@ -285,6 +286,8 @@ class World:
                 yield "another computes it"
             if waiting:
                 yield from ("late sign of life", "timeout")
+            if any(fetch.page_s for fetch in self.asker.tiers._fetches):
+                yield "computing wins"
         if self.network:
             yield "duplicate"
 
@@ -335,6 +338,9 @@ class World:
                 asker.compute(TOKENS)
             case "stores others":
                 side.compute(OTHERS)
+            case "computing wins":
+                for fetch in asker.tiers._fetches:
+                    fetch.page_s = 0.0
             case "time passes":
                 self.now += STALLED_S
 
@@ -414,7 +420,7 @@ TROUBLES = {
         for side in ("lender", "asker")
         for what in ("evicts", "flushes", "fails to copy", "stores others", "dies")
     ),
-    *("abort", "another computes it", "time passes", "late sign of life", "timeout", "duplicate"),
+    *("abort", "another computes it", "computing wins", "time passes", "late sign of life", "timeout", "duplicate"),
 }
 
 
@@ -428,6 +434,7 @@ def replay(path: Sequence[Event]) -> World:
 def test_no_interleaving_of_two_engines_loses_a_page_or_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MOST_CHUNK_PAGES", 1)
     monkeypatch.setattr(remote, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(store, "RACE_S", -1.0)
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     world = World()
     first, edges = world.key(), dict[int, set[int]]()

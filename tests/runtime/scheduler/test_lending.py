@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from treeline_runtime.kvcache import KVPool, PagePool, RadixCache, key_of
 from treeline_runtime.kvcache.host import HostTier, Slab
 from treeline_runtime.kvcache.page import PageFormat
-from treeline_runtime.kvcache.store import PageStore, Work, Workers
+from treeline_runtime.kvcache.store import PageStore
+from treeline_runtime.kvcache.workers import Work, Workers
 from treeline_runtime.scheduler.lending import LATE_S
 from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.tiers import Tiers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,9 @@ from support.pulling_engine import engine, fake_peer, lending, report
 from support.runtime_engine import Harness, prompt
 from support.runtime_server import eventually
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.kvcache import remote
+from treeline_runtime.kvcache import remote, store
 from treeline_runtime.kvcache.page import PageFormat
-from treeline_runtime.kvcache.remote import RemotePages
+from treeline_runtime.kvcache.remote import Pull, RemotePages
 from treeline_runtime.messages import FlushReq
 from treeline_runtime.page_server import MOST_IN_FLIGHT, PageServer
 from treeline_runtime.scheduler.tiers import STALLED_S
@@ -83,6 +84,32 @@ def test_requests_with_one_prefix_pull_it_once(tiny: Path, context: zmq.Context[
             here.run()
         assert [here.tokens(str(i)) for i in range(4)] == [expected] * 4
         assert report(here).total_loaded_tokens["PEER"] == 200
+
+
+@pytest.mark.parametrize("came", [8, 30, 49, 50])
+def test_a_pull_that_is_slower_than_computing_is_dropped_where_it_is(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], came: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, pages, clock = Pull.read, count(), [0.0]
+
+    def slower(pull: Pull, *of: Any) -> int:
+        """The link is faster than computing at first."""
+        clock[0] += 0.4 if next(pages) < came - 1 else 1000.0
+        return read(pull, *of)
+
+    monkeypatch.setattr(Pull, "read", slower)
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        assert here.cache.tiers is not None
+        here.cache.tiers.rates.page_s = lambda: 0.5  # type: ignore[method-assign]
+        with lending(there, context) as address:
+            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+            assert here.generate("here", PROMPT, pages_from=address) == expected
+            monkeypatch.undo()
+        assert here.last("here").cached_tokens == 4 * came, "what has come is used"
+        assert report(here).total_loaded_tokens == {"CPU": 4 * came, "DISK": 0, "PEER": 4 * came}
+        assert report(here).total_failures["peer"] == 0
+        assert here.generate("again", PROMPT) == expected
 
 
 def test_another_namespace_finds_nothing(tiny: Path, context: zmq.Context[Any]) -> None:

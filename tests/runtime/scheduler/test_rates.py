@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import pytest
 from treeline_runtime.kvcache.store import Moved
 from treeline_runtime.scheduler.rates import TRY_AGAIN, LoadRates
 
@@ -18,6 +21,15 @@ def measured(seconds_per_page: float) -> LoadRates:
     for _ in range(2):
         made.on_load("DISK", Moved(10, 10 * seconds_per_page, "DISK"))
     return made
+
+
+def test_a_page_of_a_peer_may_take_what_computing_takes_longer_than_the_host() -> None:
+    made = rates()
+    assert rates(0.0).page_s() == inf
+    assert made.page_s() == pytest.approx(0.01)
+    for _ in range(2):
+        made.on_load("CPU", Moved(10, 0.02, "CPU"))
+    assert made.page_s() == pytest.approx(0.008)
 
 
 def test_a_tier_is_used_until_it_is_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from treeline_runtime.kvcache.host import Lower
 from treeline_runtime.kvcache.store import Moved
@@ -38,8 +39,15 @@ class LoadRates:
 
     def is_slow(self, medium: Lower) -> bool:
         """Whether computing a page takes less time than loading it."""
+        return self.seconds_per_page(medium) > self._compute_s()
+
+    def page_s(self) -> float:
+        """What computing a page takes longer than loading it from the host; inf = not known yet."""
+        return self._compute_s() - self.seconds_per_page("CPU")
+
+    def _compute_s(self) -> float:
         rate = self._prefill_tokens_per_s()
-        return rate > 0 and self.seconds_per_page(medium) * rate > self._page_size
+        return self._page_size / rate if rate else inf
 
     def allows(self, medium: Lower) -> bool:
         """Whether to load from this tier now."""

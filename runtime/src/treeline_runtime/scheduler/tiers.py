@@ -29,7 +29,8 @@ from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, Radix
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Lower
 from treeline_runtime.kvcache.page import PageFormat
-from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore, Workers, nowhere
+from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore, nowhere
+from treeline_runtime.kvcache.workers import Workers
 from treeline_runtime.published import TierLoad
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
@@ -183,7 +184,8 @@ class Tiers:
             req.fetch = own[0]  # then it is asked again
             return True
         req.fetched = at + len(wanted)
-        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), max(STALLED_S, within_s), address)
+        page_s = inf if peer is None or within_s else self.rates.page_s()
+        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), max(STALLED_S, within_s), address, page_s)
         if not within_s and not self.rates.allows(fetch.source):
             self._outcomes["computed"] += 1
             req.fetched = len(req.tokens)
