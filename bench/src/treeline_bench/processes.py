@@ -59,9 +59,9 @@ class Child:
         if (status := self.process.poll()) is not None:
             raise ChildFailed(f"{self.name} exited with status {status}; its last lines:\n{self.last_lines()}")
 
-    def last_lines(self, count: int = 15) -> str:
+    def last_lines(self) -> str:
         with contextlib.suppress(OSError):
-            lines = self.log_path.read_text(errors="replace").splitlines()[-count:]
+            lines = self.log_path.read_text(errors="replace").splitlines()[-15:]
             return "\n".join(f"  | {line}" for line in lines)
         return ""
 

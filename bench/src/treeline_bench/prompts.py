@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -59,15 +58,3 @@ class PromptMaker:
         if found != tokens:
             raise PromptError(f"wanted {tokens} tokens, the tokenizer makes {found}")
         return text
-
-    def with_shared_prefix(self, prefix: str, suffix_tokens: int, rng: random.Random) -> str:
-        """`prefix` and a tail of its own. Raises PromptError if the tail changes the prefix's tokens."""
-        text = prefix + self.text(suffix_tokens, rng)
-        before, after = self._plain(prefix), self._plain(text)
-        if after[: len(before)] != before or len(after) - len(before) != suffix_tokens:
-            raise PromptError("the tokenizer merges across the cut between prefix and tail")
-        return text
-
-    def _plain(self, text: str) -> Sequence[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids

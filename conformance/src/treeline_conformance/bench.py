@@ -216,8 +216,8 @@ class Bench:
                 pod.waiting, pod.kv_usage, pod.running = 0, 0.05, 0
             await self.settled()
 
-    async def stays(self, what: str, true: Callable[[], Awaitable[bool]], times: int = 6) -> None:
-        """Check that a condition is true several times in a row. Raises Failed."""
-        for _ in range(times):
+    async def stays(self, what: str, true: Callable[[], Awaitable[bool]]) -> None:
+        """Check that a condition is true six times in a row. Raises Failed."""
+        for _ in range(6):
             if not await true():
                 raise Failed(what)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 _ONE_LINE = 1 << 16
 
@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help, with colours if it goes to a terminal and `NO_COLOR` is not set."""
-        if _shows_colours(file or sys.stdout):
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        if (file or sys.stdout).isatty() and not plain:
             self.formatter_class = _coloured(self.formatter_class)
         super().print_help(file)
 
@@ -91,10 +92,6 @@ def one_of_two(parser: argparse.ArgumentParser, word: str | None, flag: str | No
 def perhaps(word: str, known: Iterable[str]) -> str:
     """Returns the end of an error that suggests the nearest known word; empty if none is near."""
     return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1, cutoff=0.7))
-
-
-def _shows_colours(file: IO[str]) -> bool:
-    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _coloured(formatter: Any) -> Any:

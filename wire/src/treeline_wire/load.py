@@ -89,12 +89,9 @@ def decode_load(topic: bytes, payload: bytes) -> LoadStat | TreelineLoad:
     """
     if len(payload) > _MAX_PAYLOAD_BYTES:
         raise DecodeError(DecodeReason.TOO_LARGE, f"{len(payload)} bytes")
-    ours = topic == TREELINE_LOAD_TOPIC or (topic != LOAD_TOPIC and _is_map(payload))
+    is_map = bool(payload) and (payload[0] & 0xF0 == 0x80 or payload[0] in (0xDE, 0xDF))
+    ours = topic == TREELINE_LOAD_TOPIC or (topic != LOAD_TOPIC and is_map)
     try:
         return _treeline_decoder.decode(payload) if ours else _stat_decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise DecodeError(DecodeReason.BAD_LOAD, str(error)[:200]) from None
-
-
-def _is_map(payload: bytes) -> bool:
-    return bool(payload) and (payload[0] & 0xF0 == 0x80 or payload[0] in (0xDE, 0xDF))

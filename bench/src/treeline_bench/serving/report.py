@@ -12,7 +12,6 @@ from rich.table import Table
 from treeline_bench.results import number
 from treeline_bench.serving.figures import QUANTILES, RATES, TIMES, Line, medians, ratios
 from treeline_bench.serving.measure import Measured, Run
-from treeline_bench.serving.summary import Client
 
 WORDS = {
     "ttft_ms": "time to first token",
@@ -141,13 +140,10 @@ def notes(measured: Measured) -> list[str]:
     per_chunk = statistics.median(summary.tokens_per_chunk for summary in rounds)
     if per_chunk and not 0.95 <= per_chunk <= 1.05:
         found.append(f"{per_chunk:.2f} tokens a chunk: itl is the time between chunks, not tokens")
-    busiest = max((summary.client for summary in rounds if summary.client.trouble), key=_trouble, default=None)
+    clients = (summary.client for summary in rounds if summary.client.trouble)
+    busiest = max(clients, key=lambda client: max(client.late_ms_p99, client.lag_ms_p99), default=None)
     if busiest is not None:
         found.append(
             f"the client itself did not keep up: {busiest.trouble}; take more --processes, or a machine of its own"
         )
     return found
-
-
-def _trouble(client: Client) -> float:
-    return max(client.late_ms_p99, client.lag_ms_p99)

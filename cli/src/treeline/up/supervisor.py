@@ -67,9 +67,9 @@ class Child:
         self.enter(Phase.READY)
         self.ready.set()
 
-    def last_lines(self, count: int = 15) -> str:
+    def last_lines(self) -> str:
         with contextlib.suppress(OSError):
-            lines = self.log_path.read_text(errors="replace").splitlines()[-count:]
+            lines = self.log_path.read_text(errors="replace").splitlines()[-15:]
             return "\n".join(f"  | {line}" for line in lines)
         return ""
 

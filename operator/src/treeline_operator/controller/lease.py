@@ -150,7 +150,7 @@ class Elector:
             return True
         holder = self._lease["spec"].get("holderIdentity") or ""
         if holder not in ("", self._identity) and not self._expired():
-            if not self._is_former_container(holder):
+            if not self._pod or not holder.startswith(self._pod):
                 return False
             log.info("taking over the lease %s of this pod's former container, %s", self._ref.name, holder)
         self._observe(await self._write(self._renewed(self._lease, holder)))
@@ -168,9 +168,6 @@ class Elector:
             self._seen_at = now()
         self._lease = lease
         self.leader = lease["spec"].get("holderIdentity") or ""
-
-    def _is_former_container(self, holder: str) -> bool:
-        return bool(self._pod) and holder.startswith(self._pod)
 
     def _expired(self) -> bool:
         assert self._lease is not None

@@ -141,7 +141,7 @@ class PickerProbe:
             self._failures.pop(gateway, None)
             self._set(gateway, None)
             return Outcome("none")  # a change of its pods brings it back
-        delay = _HURRIED_S if self._is_awaited(*gateway) else _CALM_S
+        delay = _HURRIED_S if any((space, of) == gateway for (space, _), of in self._waiting.items()) else _CALM_S
         try:
             asked_at = self.clock()
             answers = await asyncio.gather(*(self.asker.ask(address) for address in addresses))
@@ -155,9 +155,6 @@ class PickerProbe:
         self._failures.pop(gateway, None)
         self._set(gateway, view)
         return Outcome(after_s=delay)
-
-    def _is_awaited(self, namespace: str, gateway: str) -> bool:
-        return any(space == namespace and of == gateway for (space, _), of in self._waiting.items())
 
     def addresses(self, namespace: str, gateway: str) -> list[Address]:
         """The addresses of a gateway's ready pickers."""

@@ -158,7 +158,7 @@ class Reconciler:
         status = pool_status(world, self.downloads.progress(key), refused)
         if world.picker is None and _holds(status, ConditionType.ENDPOINT_PICKER_READY):
             again_s = _sooner(again_s, UNHEARD_S)
-        waits = not (_is_whole(status) or world.pool.deleting) and is_stuck(world)
+        waits = not (all(_holds(status, kind) for kind in _WHOLE) or world.pool.deleting) and is_stuck(world)
         self.warnings.see(key, world if waits else None)
         return status, again_s
 
@@ -325,11 +325,6 @@ def _waits(status: PoolStatus, world: PoolWorld) -> bool:
     if not _holds(status, ConditionType.READY) or _holds(status, ConditionType.PROGRESSING):
         return True
     return any(is_draining(pod.object) for pod in world.pods)
-
-
-def _is_whole(status: PoolStatus) -> bool:
-    """Whether the pool serves with all wanted pods."""
-    return all(_holds(status, kind) for kind in _WHOLE)
 
 
 def _holds(status: PoolStatus, kind: ConditionType) -> bool:

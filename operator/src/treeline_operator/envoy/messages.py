@@ -45,12 +45,12 @@ def router(fields: Message | None = None) -> Message:
     return http_filter("router", "router.v3.Router", fields)
 
 
-def previous_hosts(attempts: int = 5) -> Message:
-    """Retry predicate: not a host that was tried before, within this number of draws."""
+def previous_hosts() -> Message:
+    """Retry predicate: not a host that was tried before, within five draws."""
     kind = "extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
     return {
         "retry_host_predicate": [extension("retry_host_predicates.previous_hosts", kind)],
-        "host_selection_retry_max_attempts": attempts,
+        "host_selection_retry_max_attempts": 5,
     }
 
 

@@ -104,7 +104,8 @@ def config(context: GatewayContext) -> envoy.EnvoyConfig:
             body_timeout_s=settings.limits.receive_timeout_seconds,
             connections=settings.limits.connections,
             client_requests_per_s=settings.limits.requests_per_second,
-            heap_bytes=_heap_bytes(context),
+            # the rest of the limit is for the launcher and Envoy's other memory
+            heap_bytes=max(_SMALLEST_HEAP, _memory_limit(context) * 3 // 4),
         ),
         api_keys_file=KEYS_FILE if settings.api_keys_secret_ref else None,
         tls=envoy.Tls(*certificate) if settings.tls else None,
@@ -211,11 +212,6 @@ def _memory_limit(context: GatewayContext) -> int:
         return int(given)
     requested = quantity(asked["requests"].get("memory")) or 0
     return max(_MEMORY_LIMIT, _BODIES * _body_limit(context), int(requested))
-
-
-def _heap_bytes(context: GatewayContext) -> int:
-    """Envoy's heap: its share of the memory limit, besides the launcher and Envoy's other memory."""
-    return max(_SMALLEST_HEAP, _memory_limit(context) * 3 // 4)
 
 
 def _body_limit(context: GatewayContext) -> int:

@@ -238,7 +238,9 @@ class _Planning:
     def _picker(self) -> None:
         context = self._context
         image = context.shared.picker.image or context.platform.images.epp
-        self._apply_pods("epp", epp.inputs(context), image, lambda image: _picker_of(context, image))
+        self._apply_pods(
+            "epp", epp.inputs(context), image, lambda image: [(epp.workload(context, image), "the picker")]
+        )
         self._apply(disruption_budget(context, "epp"), "evictions of pickers one at a time")
 
     def _monitor(self, component: Component, port: str) -> None:
@@ -318,10 +320,6 @@ class _Planning:
                 revision = label(child.object, names.REVISION)
                 if revision and (not rolled_out or revision in used or child.ref.name == _mounted(deployment)):
                     self._wanted.append(child.ref)
-
-
-def _picker_of(context: GatewayContext, image: str) -> list[tuple[dict[str, Any], str]]:
-    return [(epp.workload(context, image), "the picker")]
 
 
 def _envoy_of(context: GatewayContext, image: str) -> list[tuple[dict[str, Any], str]]:

@@ -223,7 +223,7 @@ def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, i
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security(fixed_user=start.fixed_user, fsGroupChangePolicy="OnRootMismatch"),
-        "terminationGracePeriodSeconds": _grace_seconds(pool),
+        "terminationGracePeriodSeconds": notice_seconds(pool) + pool.spec.drain.timeout_seconds + _GRACE_MARGIN_S,
         "topologySpreadConstraints": _spread(pool, revision),
     }
     if images.pull_secrets:
@@ -282,10 +282,6 @@ def _references(pool: InferencePool, start: Launch) -> Iterator[Object]:
 def _pre_stop_seconds(pool: InferencePool, start: Launch) -> int:
     # An engine that drops its requests when stopped gets the whole drain time before.
     return notice_seconds(pool) + (0 if start.drains else pool.spec.drain.timeout_seconds)
-
-
-def _grace_seconds(pool: InferencePool) -> int:
-    return notice_seconds(pool) + pool.spec.drain.timeout_seconds + _GRACE_MARGIN_S
 
 
 def _resources(pool: InferencePool) -> Object:
