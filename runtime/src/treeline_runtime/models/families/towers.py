@@ -15,7 +15,7 @@ from treeline_runtime.models.families.gemma import GEMMA3
 from treeline_runtime.models.families.moe import QWEN3_MOE
 from treeline_runtime.models.families.qwen_vl import unnested
 from treeline_runtime.models.model_config import ModelConfig, TowerConfig
-from treeline_runtime.models.settings import ModelError, flag, needed, whole, words
+from treeline_runtime.models.settings import ModelError, flag, needed, unknown_settings, whole, words
 
 _SIZES = {
     "hidden_size": 768,
@@ -28,10 +28,7 @@ _SIZES = {
     "patch_size": 16,
 }
 """Settings of SigLIP with their defaults."""
-_NO_EFFECT = words(
-    "attention_dropout dtype hidden_dropout_prob initializer_range layer_scale_init_value model_type "
-    "projection_dropout torch_dtype transformers_version use_mask_token vision_use_head"
-)
+_NO_EFFECT = words("layer_scale_init_value projection_dropout use_mask_token vision_use_head")
 
 
 def _tower(common: ModelConfig, config: Config, defaults: Config, fixed: Config) -> tuple[TowerConfig, Config]:
@@ -40,7 +37,7 @@ def _tower(common: ModelConfig, config: Config, defaults: Config, fixed: Config)
     if not isinstance(given, Mapping):
         raise ModelError(f"config.json: vision_config must be an object, not {given!r}")
     settings: dict[str, Any] = {**defaults, **fixed, **{k: v for k, v in given.items() if v is not None}}
-    if unknown := [f"{key} = {settings[key]!r}" for key in settings.keys() - defaults.keys() - fixed.keys() - _NO_EFFECT]:
+    if unknown := unknown_settings(given, _NO_EFFECT | defaults.keys() | fixed.keys(), {}):
         raise ModelError(f"config.json: vision_config has settings that are not known here: {', '.join(unknown)}")
     for key, value in fixed.items():
         if settings[key] != value:
