@@ -38,14 +38,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
 """transformers' name; settings of decoder, of encoder and of the whole."""
 
 
-def reference(family: str, **changes: Any) -> Any:
+def reference(family: str, vocab_size: int = 128, **changes: Any) -> Any:
     """Build transformers' model with random weights, none of which are as they begin."""
     import transformers
 
     torch.manual_seed(0)
     name, text, vision, rest = FAMILIES[family]
     vision = {key: value for key, value in vision.items() if key != "vision_use_head" or name == "Gemma3"}
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **(rest | changes))
+    config = getattr(transformers, f"{name}Config")(text_config=text | {"vocab_size": vocab_size}, vision_config=vision, **(rest | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
