@@ -45,8 +45,9 @@ def reference(family: str, vocab_size: int = 128, **changes: Any) -> Any:
     torch.manual_seed(0)
     name, text, vision, rest = FAMILIES[family]
     vision = {key: value for key, value in vision.items() if key != "vision_use_head" or name == "Gemma3"}
-    config = getattr(transformers, f"{name}Config")(text_config=text | {"vocab_size": vocab_size}, vision_config=vision, **(rest | changes))
-    config._attn_implementation = "eager"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text | {"vocab_size": vocab_size}, vision_config=vision, **(rest | changes)
+    )
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for part, parameter in model.named_parameters():
@@ -106,9 +107,7 @@ class TowerRunner(MediaRunner):
     def spans(self, positions: torch.Tensor) -> list[tuple[int, int]]:
         if not self.model.config.both_ways:
             return []
-        inside = [
-            (positions >= item.start) & (positions < item.start + item.count) for item, _ in self._encoded
-        ]
+        inside = [(positions >= item.start) & (positions < item.start + item.count) for item, _ in self._encoded]
         return [(int(one.nonzero()[0]), int(one.nonzero()[-1]) + 1) for one in inside if one.any()]
 
     def embed(self, ids: list[int], positions: torch.Tensor, context: Context) -> torch.Tensor:

@@ -57,7 +57,10 @@ def test_pictures_are_those_of_the_processor(made: Made, decode: Decoder) -> Non
 def chat() -> list[dict[str, Any]]:
     first, second, third = (encoded(image) for image in IMAGES[:3])
     return [
-        {"role": "user", "content": [text_part("What is\n"), image_part(first), text_part("\nand "), image_part(second)]},
+        {
+            "role": "user",
+            "content": [text_part("What is\n"), image_part(first), text_part("\nand "), image_part(second)],
+        },
         {"role": "assistant", "content": "A cat."},
         {"role": "user", "content": [image_part(third), image_part(first), text_part("And this?")]},
     ]
@@ -84,7 +87,7 @@ def test_a_text_that_spells_what_the_template_writes_is_refused_only_with_images
     prompts = Prompts(TokenizerBundle.from_dir(folder))
     spelled = "<start_of_image>" if family == "Gemma3" else "<IMG_CONTEXT>"
     messages = [{"role": "user", "content": [text_part(spelled), image_part(encoded(IMAGES[0]))]}]
-    with pytest.raises(ApiError, match="2 placeholders .* for 1 items"):
+    with pytest.raises(ApiError, match=r"2 placeholders .* for 1 items"):
         prompts.with_media({"messages": messages})
 
 

@@ -69,7 +69,7 @@ def test_logits_equal_transformers(case: str, models: Models) -> None:
 def test_the_tokens_of_gemmas_images_see_later_ones(tmp_path: Path) -> None:
     model = ours(save(reference("Gemma3"), tmp_path))
     prompt = Prompt("Gemma3", 5, (1, 1), 2)
-    (item, _), = prompt.items
+    ((item, _),) = prompt.items
     both = TowerRunner(model, prompt.items).feed(prompt.ids)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TowerRunner, "spans", Runner.spans)
@@ -121,7 +121,11 @@ def test_names_of_older_and_newer_checkpoints_are_known(
     theirs = reference(family)
     path = save(theirs, tmp_path)
     if any(new.startswith("model.") for _, new in names):
-        names = [*names, ("multi_modal_projector.", "model.multi_modal_projector."), ("vision_tower.", "model.vision_tower.")]
+        names = [
+            *names,
+            ("multi_modal_projector.", "model.multi_modal_projector."),
+            ("vision_tower.", "model.vision_tower."),
+        ]
     renamed(path, names)
     prompt = Prompt(family, *PROMPTS["one image"])
     np.testing.assert_allclose(fed(ours(path), prompt, 7), expected_of(theirs, prompt), rtol=1e-4, atol=1e-4)

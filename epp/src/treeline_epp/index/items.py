@@ -1,11 +1,10 @@
 """Images and the like in keys: how many tokens each has, and what vLLM calls it, learnt from the events of engines.
 
 A request carries an item's bytes, so its digest is known at once; the number of its tokens is the processor's result,
-and only engines know it. Until a count is known, the key of a request ends with its item, unless all of the model's have as
-many tokens. Our runtime's events spell
-digest and count in their token ids (`treeline_wire.media`). vLLM's name an item by a hash of its own, of decoded
-pixels: so a request's items are expected at the endpoint that it was sent to, and an unknown name between two texts is
-the only item that is expected there between them (`kvevents.item_events`).
+and only engines know it, unless all of a model's items have as many. Until a count is known, the key of a request ends
+with its item. Our runtime's events spell digest and count in their token ids (`treeline_wire.media`). vLLM's name an
+item by a hash of its own, of decoded pixels: so a request's items are expected at the endpoint that it was sent to, and
+an unknown name between two texts is the only item that is expected there between them (`kvevents.item_events`).
 
 An engine may say anything: wrong counts and names lead requests to keys that nobody has, until an event says otherwise.
 """

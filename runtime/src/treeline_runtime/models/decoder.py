@@ -20,9 +20,9 @@ from treeline_runtime.context import Context
 from treeline_runtime.models.adapters import Site, site_of
 from treeline_runtime.models.audio import AudioEncoder
 from treeline_runtime.models.config import ModelConfig
-from treeline_runtime.models.model_config import TowerConfig
 from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.models.media import MediaEncoder
+from treeline_runtime.models.model_config import TowerConfig
 from treeline_runtime.models.mrope import MRope
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.product import Sizes, cut_of, float_product, kv_scales, new_product, stack

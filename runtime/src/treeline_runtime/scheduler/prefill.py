@@ -162,7 +162,7 @@ class PrefillManager:
     def next_batch(self, running: Collection[Req], free_rows: int, ratio: float, riding: int = 0) -> Batch | None:
         """Admits what fits and gives it pages; None if nothing can be prefilled now.
 
-        riding: tokens of the step's budget for decoding requests, at most all but a page, or an image that may not be cut.
+        riding: tokens of the step's budget for decoding requests, at most all but a page and the longest span.
         """
         if self.chunked is None and (not self.waiting or free_rows == 0):
             return None
