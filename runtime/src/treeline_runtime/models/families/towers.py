@@ -28,7 +28,7 @@ _SIZES = {
     "patch_size": 16,
 }
 """Settings of SigLIP with their defaults."""
-_NO_EFFECT = words("layer_scale_init_value projection_dropout use_mask_token vision_use_head")
+_NO_EFFECT = words("dropout layer_scale_init_value projection_dropout use_mask_token vision_use_head")
 
 
 def _tower(common: ModelConfig, config: Config, defaults: Config, fixed: Config) -> tuple[TowerConfig, Config]:
@@ -138,7 +138,7 @@ GEMMA3_VL = Family(
     not_used=GEMMA3.not_used,
     activation=GEMMA3.activation,
     rope=GEMMA3.rope,
-    unnested=unnested,
+    unnested=lambda config: unnested({"tie_word_embeddings": True, **config}),
 )
 INTERNVL = Family(
     "InternVLForConditionalGeneration",
