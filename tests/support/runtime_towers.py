@@ -12,7 +12,8 @@ from treeline_wire.media import item_ids
 from support.runtime_media import FIRST, IMAGE, LAST, MediaRunner, Shown
 from support.runtime_models import SIZES
 
-TEXT = {**SIZES, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "head_dim": 16}
+TEXT = {**SIZES, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+TEXT |= {"head_dim": 16, "max_position_embeddings": 512}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = TEXT | {"num_hidden_layers": 3, "layer_types": KINDS, "sliding_window": 6, "query_pre_attn_scalar": 16}
 """Its window is shorter than an image."""

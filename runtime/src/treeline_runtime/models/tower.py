@@ -17,8 +17,8 @@ from treeline_runtime.models.model_config import TowerConfig
 from treeline_runtime.models.vision import Norm, Projection
 from treeline_runtime.models.weights import PROJECTOR, TOWER, Weights
 
-AT_ONCE = 16
-"""Pictures that are encoded together: Gemma 3's have 4,096 patches each."""
+AT_ONCE = 4
+"""Pictures that are encoded together: Gemma 3's have 4,096 patches each, which take 0.1 GB meanwhile."""
 
 
 class Block:
@@ -112,8 +112,9 @@ class Tower:
         self._tokens = (Means if config.means else Joined)(config, weights)
 
     def encode(self, items: Sequence[tuple[MediaItem, torch.Tensor]]) -> list[torch.Tensor]:
-        pictures = torch.cat([pixels for _, pixels in items])
-        made = torch.cat([self._encoded(few.to(self._device, self._dtype)) for few in pictures.split(AT_ONCE)])
+        pictures = [picture for _, pixels in items for picture in pixels]
+        groups = (pictures[start : start + AT_ONCE] for start in range(0, len(pictures), AT_ONCE))
+        made = torch.cat([self._encoded(torch.stack(few).to(self._device, self._dtype)) for few in groups])
         return [one.clone() for one in made.split([item.count for item, _ in items])]  # a cache may keep one alone
 
     def _encoded(self, x: torch.Tensor) -> torch.Tensor:
