@@ -215,7 +215,7 @@ def _media(folder: Path, tokenizer_json: str, tokens: dict[str, str]) -> MediaSp
     image, written, counts = placeholders.get("image"), dict[str, tuple[str, str]](), dict[str, int]()
     if is_gemma and image is not None:
         names = {token.id: token.content for token in added}
-        first, last = (names.get(config[f"{name}_token_index"], "") for name in ("boi", "eoi"))
+        first, last = (names.get(config[f"{name}_token_index"], image) for name in ("boi", "eoi"))
         written["image"] = first, f"\n\n{first}{image}{last}\n\n"
         counts["image"] = config["mm_tokens_per_image"]
     elif config.get("model_type") == "internvl" and image is not None:
