@@ -85,12 +85,16 @@ class Runner:
         positions = torch.arange(self.length, self.length + len(ids))
         self.length += len(ids)
         slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
-        layout = Layout([len(ids)], [self.length], self.pages[None], torch.zeros(1, dtype=torch.int64))
+        row = torch.zeros(1, dtype=torch.int64)
+        layout = Layout([len(ids)], [self.length], self.pages[None], row, spans=self.spans(positions))
         cos, sin = (table[:, positions].unsqueeze(2) for table in self.model.rope)
         plan = self.attention.plan(layout)
         adapters = None if self.adapters is None else self.adapters.step([self.slot], [len(ids)])
         context = Context(self.attention, plan, slots, cos, sin, adapters=adapters)
         return self.model.logits(self.model.forward(self.embed(ids, positions, context), context))
+
+    def spans(self, positions: torch.Tensor) -> list[tuple[int, int]]:
+        return []
 
     def embed(self, ids: list[int], positions: torch.Tensor, context: Context) -> torch.Tensor:
         return self.model.embed(torch.tensor(ids))

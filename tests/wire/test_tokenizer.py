@@ -161,3 +161,31 @@ def test_a_processor_without_placeholders_takes_no_images(folder: Path) -> None:
     assert vision(folder, **{"config.json": {"image_token_id": 10**6}}).media is None
     assert vision(folder, **{"config.json": {}}).media is None
     assert vision(folder, **{"preprocessor_config.json": {}}).media is None
+
+
+def test_gemma_writes_an_image_between_newlines_and_all_have_as_many_tokens(folder: Path) -> None:
+    token = support.tokenizer("gpt2").token_to_id("<|endoftext|>")
+    config = {"model_type": "gemma3", "image_token_index": token, "boi_token_index": token}
+    bundle = vision(folder, **{"config.json": config | {"eoi_token_index": token}})
+    assert bundle.media is not None
+    end = "<|endoftext|>"
+    assert bundle.media.in_templates == {"image": end}
+    assert bundle.media.expanded(f"a{end}b") == f"a\n\n{end}{end}{end}\n\nb"
+    assert bundle.media.counts == {"image": 256}
+    assert TokenizerBundle.from_json(bundle.to_json()) == bundle
+    other = vision(folder, **{"config.json": config | {"eoi_token_index": 10**6, "mm_tokens_per_image": 64}})
+    assert other.media is not None
+    assert other.media.counts == {"image": 64}
+    assert other.fingerprint != bundle.fingerprint
+
+
+def test_internvl_writes_an_image_between_its_tokens(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"start_image_token": "<img>", "extra_special_tokens": {"end_image_token": "</img>"}})
+    )
+    token = support.tokenizer("gpt2").token_to_id("<|endoftext|>")
+    bundle = vision(folder, **{"config.json": {"model_type": "internvl", "image_token_id": token}})
+    assert bundle.media is not None
+    assert bundle.media.expanded("a<|endoftext|>") == "a<img><|endoftext|></img>"
+    assert bundle.media.counts == {}
+    assert TokenizerBundle.from_json(bundle.to_json()) == bundle

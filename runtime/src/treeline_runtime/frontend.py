@@ -357,7 +357,15 @@ def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:
     needed = ("transformers", "av" if kind == "audio" else "PIL", "httpcore2")
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     why = f"this server lacks {' and '.join(lacking)} to read media: install treeline-runtime[media]"
+    if not lacking and any(map(_pans, sorted(model.directory.glob("*processor_config.json")))):
+        return MediaRules(spec, args.max_images, "pan and scan is not supported: set do_pan_and_scan to false", kind)
     return MediaRules(spec, args.max_images, why if lacking else None, kind)
+
+
+def _pans(settings: Path) -> bool:
+    """Whether a processor cuts images into some more, which do not have as many tokens."""
+    found = msgspec.json.decode(settings.read_bytes())
+    return any(one.get("do_pan_and_scan") for one in (found, found.get("image_processor") or {}))
 
 
 def _media_reader(args: ServerArgs, model: ServedModel, rules: MediaRules) -> MediaReader:

@@ -73,6 +73,16 @@ def as_vllm(ids: Sequence[int], event: BlockStored, start: int, placed: list[tup
     return read
 
 
+def test_where_all_items_have_as_many_tokens_the_first_key_is_whole_and_the_name_is_expected() -> None:
+    spec = bundle().media
+    assert spec is not None
+    items, one = Items(KEYS, replace(spec, counts={"image": 40})), item(picture(1), 40)
+    placed = items.placed(KEYS.prompt_key(f"a {WRITTEN} b", False), [content(picture(1))])
+    assert placed.key == KEYS.block_key(ids_of(f"a {WRITTEN} b", [one]))
+    assert (placed.complete, placed.tokens) == (True, 40)
+    assert [expected.digest for expected in placed.expected] == [one.digest]
+
+
 def places_of(ids: Sequence[int], given_items: Sequence[Item]) -> list[tuple[int, Item]]:
     places, at = [], 0
     for one in given_items:

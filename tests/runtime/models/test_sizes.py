@@ -47,6 +47,8 @@ KNOWN = {
     "Qwen3-30B-A3B": (30_532_122_624, 3_353_032_704, 98_304),
     "Qwen2.5-VL-7B": (8_292_166_656, 8_292_166_656, 57_344),
     "Qwen3-VL-2B": (2_127_532_032, 2_127_532_032, 114_688),
+    "gemma-3-4b-it": (4_300_079_472, 4_300_079_472, 139_264),
+    "InternVL3_5-8B-HF": (8_528_318_464, 8_528_318_464, 147_456),
     "Mixtral-8x7B": (46_702_792_704, 12_879_925_248, 131_072),
 }
 """Parameters, active ones with the embedding's, and bytes of a token's keys and values in 16 bits."""
@@ -74,13 +76,16 @@ class Counted(RandomWeights):
 def small(path: Path) -> dict[str, Any]:
     """Return the same architecture, small enough to build."""
     config = json.loads(path.read_text())
+    is_tower = False
     if "vision_config" in config:
         config |= config.pop("text_config", {}) | {"model_type": config["model_type"]}
-        config["vision_config"] |= {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+        config["vision_config"] |= {"hidden_size": 32, "intermediate_size": 48}
+        is_tower = "image_size" in config["vision_config"]
+        config["vision_config"] |= {"num_attention_heads": 2} if is_tower else {"num_heads": 2, "out_hidden_size": 64}
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 120, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32}
     sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64}
-    rope = {"mrope_section": [2, 3, 3]} if "vision_config" in config else None
+    rope = {"mrope_section": [2, 3, 3]} if "vision_config" in config and not is_tower else None
     config = config | {key: value for key, value in sizes.items() if key in config} | {"rope_scaling": rope}
     for key in ("layer_types", "experts_per_token"):
         config.pop(key, None)

@@ -242,8 +242,22 @@ def extend_fp8(dtype: torch.dtype) -> None:
         extend(dtype, E4M3)
 
 
+def spans(dtype: torch.dtype) -> None:
+    """Prompts with spans are left to the backend that knows them."""
+    world = Attended((4, 2, 16), PLAIN, [(9, 12), (5, 1), (16, 7)], dtype)
+    with_spans = replace(world.layout, spans=[(2, 11), (13, 18)])
+    ours, known = Decode(Extend(world.pool, 4, PLAIN)), TorchSDPA(world.pool, 4, PLAIN)
+    found, expected, plain = (
+        one.forward(0, world.q, world.q, world.q, one.plan(layout)).double()
+        for one, layout in ((ours, with_spans), (known, with_spans), (ours, world.layout))
+    )
+    close(found, expected, dtype)
+    close(plain, world.expected(0), dtype)
+    assert not torch.allclose(found, plain, atol=0.1)
+
+
 GROUPS = {
-    "attention": (decode, decode_fp8, extend, extend_fp8),
+    "attention": (decode, decode_fp8, extend, extend_fp8, spans),
     "shared_prefixes": (decode_shared, decode_shared_fp8),
 }
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 GROUPS = {
-    "attention": ("compare_attention.py", "decode decode_fp8 extend extend_fp8"),
+    "attention": ("compare_attention.py", "decode decode_fp8 extend extend_fp8 spans"),
     "shared_prefixes": ("compare_attention.py", "decode_shared decode_shared_fp8"),
     "products": ("compare_ops.py", "linear linear_fp8 quantise_fp8 route experts adapters"),
     "rest": (

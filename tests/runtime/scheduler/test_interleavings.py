@@ -139,7 +139,7 @@ class Side:
         rates, device = LoadRates(lambda: 0.0, SIZE), cast(KVPool, self.device)
         self.tiers = Tiers(self.tree, self.pool, store, self.jobs, rates, kv_pool=lambda: device, clock=clock)
         self.cache.tiers = self.tiers
-        limits: Any = SimpleNamespace(chunked_prefill_size=1000, max_running_requests=1)
+        limits: Any = SimpleNamespace(chunked_prefill_size=1000, longest_span=0, max_running_requests=1)
         self.prefill = PrefillManager(CONFIG, limits, self.cache, clock)
 
     def compute(self, tokens: list[int]) -> None:

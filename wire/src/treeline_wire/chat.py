@@ -115,7 +115,7 @@ class ChatTemplate:
             tool_source=bundle.tool_template,
             pool=pool,
             inline_seconds=inline_seconds,
-            placeholders=None if bundle.media is None else bundle.media.placeholders,
+            placeholders=None if bundle.media is None else bundle.media.in_templates,
         )
 
     @property

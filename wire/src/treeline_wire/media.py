@@ -38,10 +38,26 @@ Kind: TypeAlias = Literal["image", "video", "audio"]
 class MediaSpec(Struct, frozen=True):
     """How a model's prompts name items: the text of the placeholder token of each `Kind`, which the chat template
     writes once for an item, and a digest of the files that configure the model's processor.
+
+    `written`: where the chat template writes another text for an item, that text, and what the processor makes of it
+    before it is tokenized, with the placeholder once. `counts`: the tokens of an item, where all have as many.
     """
 
     placeholders: dict[str, str]
     fingerprint: str
+    written: dict[str, tuple[str, str]] = {}
+    counts: dict[str, int] = {}
+
+    @property
+    def in_templates(self) -> dict[str, str]:
+        """What the chat template writes for each kind."""
+        return self.placeholders | {kind: before for kind, (before, _) in self.written.items()}
+
+    def expanded(self, text: str) -> str:
+        """The text of a prompt with items, with their placeholders. O(len(text))."""
+        for before, after in self.written.values():
+            text = text.replace(before, after)
+        return text
 
 
 class Item(Struct, frozen=True):

@@ -16,6 +16,13 @@ from .media import MediaSpec
 _SPECIAL_SUFFIX: Final = "_token"
 _PIECE_CHARS: Final = 1 << 18
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+_GEMMA3: Final = {
+    "image_token_index": 262144,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "mm_tokens_per_image": 256,
+}
+"""What Gemma 3's config.json need not say."""
 FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -79,6 +86,8 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         rest: list[Any] = [chat_template, tool_template, tokens, add_bos]
         if media is not None:  # bundles without it keep their fingerprints
             rest.append([sorted(media.placeholders.items()), media.fingerprint])
+            if media.written or media.counts:
+                rest.append([sorted(media.written.items()), sorted(media.counts.items())])
         return cls(
             fingerprint=_fingerprint(tokenizer_json, rest),
             tokenizer_json=tokenizer_json,
@@ -108,7 +117,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
             tool_template=templates.get("tool_use"),
             special_tokens=tokens,
             add_bos=add_bos if isinstance(add_bos, bool) else None,
-            media=_media(folder, tokenizer_json),
+            media=_media(folder, tokenizer_json, tokens),
         )
 
     def to_json(self) -> bytes:
@@ -187,9 +196,13 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _media(folder: Path, tokenizer_json: str) -> MediaSpec | None:
+def _media(folder: Path, tokenizer_json: str, tokens: dict[str, str]) -> MediaSpec | None:
     """Returns what the folder of a model that takes images says about them; None without placeholders or processor."""
     config = _object(folder / "config.json")
+    is_gemma = config.get("model_type") == "gemma3"
+    if is_gemma:
+        config = _GEMMA3 | config
+        config.setdefault("image_token_id", config["image_token_index"])
     kinds = {config.get(f"{kind}_token_id"): kind for kind in ("image", "video", "audio")}
     files = {name: found for name in _PROCESSOR_FILES if (found := _object(folder / name))}
     if not files or not any(type(token) is int for token in kinds):
@@ -199,8 +212,17 @@ def _media(folder: Path, tokenizer_json: str) -> MediaSpec | None:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BundleError(f"{folder / FILES[0]} is not a tokenizer: {error}") from error
     placeholders = {kinds[token.id]: token.content for token in added if token.id in kinds}
+    image, written, counts = placeholders.get("image"), dict[str, tuple[str, str]](), dict[str, int]()
+    if is_gemma and image is not None:
+        names = {token.id: token.content for token in added}
+        first, last = (names.get(config[f"{name}_token_index"], image) for name in ("boi", "eoi"))
+        written["image"] = first, f"\n\n{first}{image}{last}\n\n"
+        counts["image"] = config["mm_tokens_per_image"]
+    elif config.get("model_type") == "internvl" and image is not None:
+        first, last = (tokens.get(f"{name}_image_token", "") for name in ("start", "end"))
+        written["image"] = image, f"{first}{image}{last}"
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:32]
-    return MediaSpec(placeholders, digest) if placeholders else None
+    return MediaSpec(placeholders, digest, written, counts) if placeholders else None
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

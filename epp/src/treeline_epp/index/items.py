@@ -1,10 +1,10 @@
 """Images and the like in keys: how many tokens each has, and what vLLM calls it, learnt from the events of engines.
 
 A request carries an item's bytes, so its digest is known at once; the number of its tokens is the processor's result,
-and only engines know it. Until a count is known, the key of a request ends with its item. Our runtime's events spell
-digest and count in their token ids (`treeline_wire.media`). vLLM's name an item by a hash of its own, of decoded
-pixels: so a request's items are expected at the endpoint that it was sent to, and an unknown name between two texts is
-the only item that is expected there between them (`kvevents.item_events`).
+and only engines know it, unless all of a model's items have as many. Until a count is known, the key of a request ends
+with its item. Our runtime's events spell digest and count in their token ids (`treeline_wire.media`). vLLM's name an
+item by a hash of its own, of decoded pixels: so a request's items are expected at the endpoint that it was sent to, and
+an unknown name between two texts is the only item that is expected there between them (`kvevents.item_events`).
 
 An engine may say anything: wrong counts and names lead requests to keys that nobody has, until an event says otherwise.
 """
@@ -68,7 +68,8 @@ class Items:
 
     def __init__(self, keys: PrefixKeys, spec: MediaSpec) -> None:
         self.keys = keys
-        self._processor = spec.fingerprint
+        self._processor, self.expanded = spec.fingerprint, spec.expanded
+        self._fixed = spec.counts
         escapes = {keys.prompt_key(text, False): kind for kind, text in spec.placeholders.items()}
         self._placeholders = {key: kind for key, kind in escapes.items() if len(key) == ESCAPE_BYTES}
         self.placeholder_ids = frozenset(int.from_bytes(key[1:], "big") for key in self._placeholders)
@@ -85,14 +86,15 @@ class Items:
         before, goes_on = texts[0], True
         for number, (kind, sha256) in enumerate(contents):
             digest = digest_of(kind, sha256, self._processor)
-            count = self.count(digest) or 0
+            learnt = self.count(digest) or 0
+            count = learnt or self._fixed.get(kind, 0)
             tokens += count or ITEM_TOKENS
             room -= ESCAPE_BYTES * count
             if number >= len(kinds) or kinds[number] != kind or room < 0:
                 goes_on = False
                 continue
             after = texts[number + 1]
-            if not count:
+            if not learnt:  # though it may be known how many tokens it has, what vLLM calls it is not
                 expected.append(Expected(digest, before[-BESIDE:], after[:BESIDE]))
             before = before[-BESIDE:] + item_key(digest, 0) + after
             if goes_on:

@@ -85,6 +85,8 @@ def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, contents: Sequence[C
     """Return the key of a prompt with these contents, or of its beginning. `tokens` of the whole request without the
     contents, if that has more.
     """
+    if contents and keyer.media is not None and prompt.text is not None:
+        prompt = msgspec.structs.replace(prompt, text=keyer.media.expanded(prompt.text))
     bounded = _bounded(prompt)
     key = keyer.key(bounded)
     if key is None:

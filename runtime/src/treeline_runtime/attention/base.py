@@ -3,7 +3,8 @@
 A step is a ragged batch: the new tokens of all sequences, one after another. Earlier tokens are in the KV pool, found
 through the page table. A backend gets the step's `Layout` once (`plan`), then one call per layer (`forward`), after the
 new keys and values were stored. With `kv_len` tokens after the step, `q_len` of them new, token i of a sequence sees
-the first kv_len - q_len + i + 1, or in a layer with a window the last of these.
+the first kv_len - q_len + i + 1, or in a layer with a window the last of these. In a span it also sees what follows it
+there.
 
 `Scoring` says how scores are computed, for all steps, and each layer's window. A window limits what is read, not what
 is kept: the pool holds all tokens of all layers, since prefixes are shared by pages of all layers.
@@ -15,6 +16,7 @@ NaN. A mask alone is not enough, since 0 x NaN is NaN: hidden values are zeroed 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,8 @@ class Layout:
     """(sequences,) int64: each sequence's row of the page table."""
     host: HostPages | None = None
     """None if shared prefixes are unknown."""
+    spans: Sequence[tuple[int, int]] = ()
+    """New tokens that see each other in both directions: the first one in the step, and the one after the last."""
 
 
 class AttentionBackend(ABC):

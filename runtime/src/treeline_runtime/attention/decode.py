@@ -25,6 +25,7 @@ import triton
 
 from treeline_runtime.attention.base import AttentionBackend, HostPages, Layout, factors, processors_of
 from treeline_runtime.attention.segments import Segments, shared_prefixes
+from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.transfer import pinned, upload
@@ -66,6 +67,8 @@ class Decode(AttentionBackend):
     def __init__(self, others: AttentionBackend) -> None:
         super().__init__(others.pool, others.num_heads, others.scoring)
         self._others = others
+        self._masked = TorchSDPA(others.pool, others.num_heads, others.scoring)
+        """For prompts with spans, of which the kernels know nothing."""
         self._windows = self.scoring.kinds
         self._device = self.pool.keys[0].device
         self._early = early_launch(self._device)
@@ -110,7 +113,8 @@ class Decode(AttentionBackend):
 
     def plan(self, layout: Layout, buffers: _Buffers | None = None) -> Any:
         if buffers is None and any(q_len != 1 for q_len in layout.q_lens):
-            return self._others.plan(layout)
+            others = self._masked if layout.spans else self._others
+            return others, others.plan(layout)
         kv_lens = np.array(layout.kv_lens)
         if self._alone.sequences != len(kv_lens):
             self._alone = Segments(len(kv_lens), self._block)
@@ -153,7 +157,9 @@ class Decode(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not isinstance(plan, _Step):
-            return self._others.forward(layer, q, k, v, plan, sinks, out)
+            others, planned = plan
+            found: torch.Tensor = others.forward(layer, q, k, v, planned, sinks, out)
+            return found
         sequences, step = q.shape[0], plan.buffers
         if out is None:
             out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)

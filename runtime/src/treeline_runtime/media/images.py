@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -27,22 +29,38 @@ class Images:
         from transformers import AutoImageProcessor
 
         self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        settings = Path(folder, "processor_config.json")
+        given = json.loads(settings.read_text()) if settings.is_file() else {}
+        self._merge: int = getattr(self._processor, "merge_size", 0)
+        self._of_picture: int = given.get("image_seq_length") or 256
+        """Tokens of a picture, for processors that make pictures of one size: Gemma 3's one, InternVL's several."""
+        self._tiles = {"crop_to_patches": True} if hasattr(self._processor, "crop_to_patches") else {}
+        """What InternVL's processor always asks for."""
         self._pixels = pixels
         self._too_large = f"it has more than {pixels} pixels (--max-image-pixels)"
 
     def read(self, data: bytes, most: int) -> tuple[Made, npt.NDArray[np.float32]]:
         """An image as the model's encoder takes it. Raises Refused."""
         image = self._opened(data)
-        merged = self._processor.merge_size**2
         try:
-            count = self._processor.get_number_of_image_patches(image.height, image.width, {}) // merged
-        except ValueError as error:  # an extreme shape
+            count = self._count(image.height, image.width)
+        except ValueError as error:
             raise Refused(str(error)) from None
         if count > most:
             raise Refused(f"it takes {count} tokens of the context, which has room for {most}")
-        made = self._processor(images=[_upright(image)], return_tensors="np")
-        pixels, (grid,) = made["pixel_values"], made["image_grid_thw"].tolist()
-        return Made(grid[0] * grid[1] * grid[2] // merged, tuple(grid), pixels.shape), pixels
+        made = self._processor(images=[_upright(image)], return_tensors="np", **self._tiles)
+        pixels = made["pixel_values"]
+        if not self._merge:
+            return Made(len(pixels) * self._of_picture, (len(pixels), 1, 1), pixels.shape), pixels
+        (grid,) = made["image_grid_thw"].tolist()
+        return Made(grid[0] * grid[1] * grid[2] // self._merge**2, tuple(grid), pixels.shape), pixels
+
+    def _count(self, height: int, width: int) -> int:
+        """Tokens of an image. Raises ValueError for an extreme shape."""
+        if not self._merge and not self._tiles:
+            return self._of_picture
+        count: int = self._processor.get_number_of_image_patches(height, width, self._tiles)
+        return count // self._merge**2 if self._merge else count * self._of_picture
 
     def _opened(self, data: bytes) -> Image.Image:
         """The image, whose header alone has been read. Raises Refused."""

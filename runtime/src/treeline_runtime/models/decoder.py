@@ -22,11 +22,13 @@ from treeline_runtime.models.audio import AudioEncoder
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.lora import AdapterStep
 from treeline_runtime.models.media import MediaEncoder
+from treeline_runtime.models.model_config import TowerConfig
 from treeline_runtime.models.mrope import MRope
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.product import Sizes, cut_of, float_product, kv_scales, new_product, stack
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut, own
+from treeline_runtime.models.tower import Tower
 from treeline_runtime.models.vision import VisionEncoder
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
@@ -294,7 +296,8 @@ class Decoder:
         if config.mrope is not None:
             self.mrope = MRope(config.mrope, *self.rope)
         if config.vision is not None and weights.rank.is_first_stage:
-            self.media = VisionEncoder(config.vision, weights)
+            v = config.vision
+            self.media = Tower(v, weights) if isinstance(v, TowerConfig) else VisionEncoder(v, weights)
         if config.audio is not None:
             self.media = AudioEncoder(config.audio, weights)
 

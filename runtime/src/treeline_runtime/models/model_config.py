@@ -122,6 +122,40 @@ class VisionConfig:
 
 
 @dataclass(frozen=True)
+class TowerConfig:
+    """An encoder of pictures of one size: SigLIP or InternViT."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    channels: int
+    side: int
+    """Of a picture, in pixels."""
+    patch: int
+    merge: int
+    """A token is of merge x merge patches."""
+    out_size: int
+    """The decoder's hidden size."""
+    eps: float
+    means: bool
+    """SigLIP, tokens are means of patches; else InternViT, tokens are patches one behind the other."""
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    rms: bool = False
+    """RMS norms; else LayerNorms."""
+
+    @property
+    def patches_of_side(self) -> int:
+        return self.side // self.patch
+
+    @property
+    def count(self) -> int:
+        """Tokens of a picture."""
+        return (self.patches_of_side // self.merge) ** 2
+
+
+@dataclass(frozen=True)
 class AudioConfig:
     """An encoder of sound: convolutions over a spectrogram, then a transformer."""
 
@@ -192,8 +226,10 @@ class ModelConfig:
     """The rotation in layers with a window; None: the same as in the others."""
     moe: MoeConfig | None = None
     """None: all layers are dense."""
-    vision: VisionConfig | None = None
+    vision: VisionConfig | TowerConfig | None = None
     """None: it reads no images."""
+    both_ways: bool = False
+    """The tokens of an image see each other in both directions."""
     audio: AudioConfig | None = None
     """None: it reads no sound."""
     mrope: MRopeConfig | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
-from treeline_runtime.models.model_config import AudioConfig, ModelConfig, VisionConfig
+from treeline_runtime.models.model_config import AudioConfig, ModelConfig, TowerConfig, VisionConfig
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
 from treeline_runtime.models.shards import WHOLE, Rank, own
 
@@ -113,9 +113,11 @@ def _norms(model: ModelConfig, element_bytes: int, stage: Rank) -> Part:
     return Part("norms", count, count, count * (4 if model.norm_adds_one else element_bytes))
 
 
-def _vision(config: VisionConfig | None, element_bytes: int) -> Part:
+def _vision(config: VisionConfig | TowerConfig | None, element_bytes: int) -> Part:
     """Text is not multiplied with it. Every rank of the first stage has all of it."""
     count = 0
+    if isinstance(config, TowerConfig):
+        return _tower(config, element_bytes)
     if config is not None:
         size, inner = config.hidden_size, config.intermediate_size
         norm = size if config.gated else 2 * size
@@ -126,6 +128,19 @@ def _vision(config: VisionConfig | None, element_bytes: int) -> Part:
         patches = size * config.patch_size + (0 if config.gated else size)
         count = config.depth * (attention + feed_forward + 2 * norm) + patches + config.learned_side**2 * size
         count += merger + norm + len(config.deepstack) * (merger + 2 * block)
+    return Part("vision encoder", count, 0, count * element_bytes)
+
+
+def _tower(config: TowerConfig, element_bytes: int) -> Part:
+    size, inner, out = config.hidden_size, config.intermediate_size, config.out_size
+    norm, joined = size if config.rms else 2 * size, size * config.merge**2
+    layer = 4 * size * size + size + 3 * size * config.qkv_bias + 2 * size * config.qk_norm + 2 * norm
+    layer += inner * (size + 1) + size * (inner + 1) + (0 if config.means else 2 * size)
+    count = config.depth * layer + size * (config.channels * config.patch**2 + 1) + config.patches_of_side**2 * size
+    if config.means:
+        total = (count + norm + size * out) * element_bytes + 4 * size  # a norm is float32
+        return Part("vision encoder", count + norm + size + size * out, 0, total)
+    count += 2 * size + 2 * joined + out * (joined + 1) + out * (out + 1)
     return Part("vision encoder", count, 0, count * element_bytes)
 
 

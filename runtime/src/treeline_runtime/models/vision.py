@@ -28,11 +28,9 @@ Segments = list[torch.Tensor]
 
 
 class Projection:
-    def __init__(self, weights: Weights, name: str, outputs: int, inputs: int) -> None:
-        self._weight, self._bias = (
-            weights.take(f"{name}.weight", outputs, inputs),
-            weights.take(f"{name}.bias", outputs),
-        )
+    def __init__(self, weights: Weights, name: str, outputs: int, inputs: int, *, bias: bool = True) -> None:
+        self._weight = weights.take(f"{name}.weight", outputs, inputs)
+        self._bias = weights.take(f"{name}.bias", outputs) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)

@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "model."
 """Prefix of the decoder's tensors."""
-PREFIXES = ("model.language_model.", PREFIX, "")
+LANGUAGE = "language_model."
+"""Prefix of the whole language model, with its head, in checkpoints of LLaVA's layout."""
+PREFIXES = ("model.language_model.", LANGUAGE + PREFIX, PREFIX, "")
 """Its forms in files: beside an encoder, in language models, and in checkpoints of a decoder alone (`Qwen3Model`)."""
-ENCODERS = VISION, AUDIO, PROJECTOR = "visual.", "audio_tower.", "multi_modal_projector."
+ENCODERS = VISION, TOWER, AUDIO, PROJECTOR = "visual.", "vision_tower.", "audio_tower.", "multi_modal_projector."
 """Prefixes of encoders' tensors. Newer versions of transformers put them behind `PREFIX`."""
 EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -175,6 +177,8 @@ class Checkpoint:
         """Its name in the files."""
         if name.startswith(PREFIX):
             return self._prefix + name.removeprefix(PREFIX)
+        if name == HEAD and self._prefix.startswith(LANGUAGE):
+            return LANGUAGE + name
         return self._of_encoders + name if name.startswith(ENCODERS) else name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:

@@ -62,7 +62,11 @@ class CacheManager:
 
     def match(self, req: Req) -> Match:
         """Finds the cached prefix of a waiting request. Changes nothing."""
-        return self.tree.match(req.key, req.namespace, req.cacheable_len)
+        found = self.tree.match(req.key, req.namespace, req.cacheable_len)
+        if req.media is not None:
+            while (end := req.media.uncut(matched := found.num_pages * self.page_size)) < matched:
+                found = self.tree.match(req.key, req.namespace, end)
+        return found
 
     def waits(self, match: Match) -> bool:
         """Whether the request should wait because others are filling enough beyond its match."""

@@ -187,7 +187,9 @@ class Executor:
     def _hidden(self, plan: StepPlan, size: int, media: StepMedia | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`Forward.hidden` of the step. size: of its graph, 0: none. In a pipeline, which has no graphs, a stage
         computes a micro-batch while the next stage computes the one before."""
-        ranks, cells, table, parts = self._model.ranks, plan.cells(), self._table, []
+        ranks, cells, table, parts, spans = self._model.ranks, plan.cells(), self._table, [], list[tuple[int, int]]()
+        if plan.media is not None and self._model.config.both_ways:
+            spans = [(part.at, part.at + part.end - part.begin) for part in plan.media.parts]
         for begin, end in plan.micro_batches(1 if ranks is None else ranks.rank.stages):
             rows = plan.rows[begin:end]
             layout = Layout(
@@ -196,6 +198,7 @@ class Executor:
                 table.page_table,
                 upload(np.array(rows, dtype=np.int64), self._device),
                 table.on_host(rows),
+                spans,
             )
             of_tokens = cells[:, plan.bounds[begin] : plan.bounds[end]]
             adapters = None

@@ -35,11 +35,18 @@ class Media:
     """(3, prompt), for models with positions of their own."""
     delta: int
     """What is added to the positions of the output, for its angles."""
+    is_whole: bool = False
+    """No chunk and no match ends within an item: its tokens see each other in both directions."""
 
     @property
     def end(self) -> int:
         """The position after the last item."""
         return self.items[-1].start + self.items[-1].count
+
+    def uncut(self, end: int) -> int:
+        """The end of a chunk or match that would end there: before an item that may not be cut."""
+        cut = (item.start for item in self.items if item.start < end < item.start + item.count)
+        return next(cut, end) if self.is_whole else end
 
     def shown(self, tokens: list[int]) -> list[int]:
         """The tokens as the vocabulary has them."""
@@ -78,7 +85,7 @@ class Intake:
         """Keeps nothing of the model that is on the device."""
         self._problem = _problem(config, model)
         self._placeholders: Mapping[str, int] = model.config.placeholders
-        self._mrope = model.config.mrope
+        self._mrope, self._is_whole = model.config.mrope, model.config.both_ways
         self._most = most_tokens(model)
 
     def media_of(self, message: GenerateReq) -> Media | str:
@@ -94,7 +101,7 @@ class Intake:
         if self._mrope is not None:
             positions, delta = positions_of(self._mrope, len(message.input_ids), message.items)
         items = tuple(replace(item, digest=private_digest(item.digest, message.namespace)) for item in message.items)
-        return Media(items, tuple(self._placeholders[item.kind] for item in items), positions, delta)
+        return Media(items, tuple(self._placeholders[item.kind] for item in items), positions, delta, self._is_whole)
 
 
 def _problem(config: SchedulerConfig, model: Decoder) -> str | None:

@@ -60,6 +60,7 @@ class PrefillManager:
         self._clock = clock
         self._page_size = config.page_size
         self._chunk_tokens = limits.chunked_prefill_size
+        self._least = max(config.page_size, limits.longest_span)
         self._spare_rows = limits.max_running_requests // SPARE
         self._spare_pages = cache.pool.num_pages // SPARE
         self._by_priority = config.schedule_policy == "priority"
@@ -161,13 +162,13 @@ class PrefillManager:
     def next_batch(self, running: Collection[Req], free_rows: int, ratio: float, riding: int = 0) -> Batch | None:
         """Admits what fits and gives it pages; None if nothing can be prefilled now.
 
-        riding: tokens of the step's budget for decoding requests, at most all but a page.
+        riding: tokens of the step's budget for decoding requests, at most all but a page and the longest span.
         """
         if self.chunked is None and (not self.waiting or free_rows == 0):
             return None
         reserved = reserved_pages(running, ratio, self._page_size)
         batch, self._encodes = Batch(Phase.PREFILL, [], [], [], []), {}
-        tokens_left = max(self._chunk_tokens - riding, self._page_size)
+        tokens_left = max(self._chunk_tokens - riding, self._least)
         if self.chunked is not None:
             req = self.chunked
             tokens_left -= self._append(batch, req, tokens_left)
@@ -275,7 +276,10 @@ class PrefillManager:
         if req.media is not None:
             end = self._encodable(req.media.items, start, end, alone=not batch.reqs)
         if end < target:
-            end -= end % self._page_size
+            if req.media is not None and req.media.is_whole:  # between two items there may be no page's end
+                end = req.media.uncut(end)
+            else:
+                end -= end % self._page_size
         self.chunked = req if end < target else None
         if end <= start:
             return 0

@@ -33,6 +33,7 @@ from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
 from treeline_runtime.models.lora import pool_bytes
+from treeline_runtime.models.model_config import TowerConfig
 from treeline_runtime.scheduler.ranks.protocol import Group, together
 
 CPU_POOL_LIMIT = 1 << 30
@@ -204,6 +205,8 @@ class Resolved:
     """Of these, what a drafter keeps."""
     max_running_requests: int
     chunked_prefill_size: int
+    longest_span: int
+    """Tokens that a chunk may not cut; 0: it may be cut anywhere."""
     overlap_depth: int
     max_graph_batch: int
     max_graph_tokens: int
@@ -243,6 +246,13 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     if model.pooler is not None:
         limits = dataclasses.replace(limits, graph_batch=0)  # nothing is decoded
     context_length = resolve_context_length(config, model.config)
+    chunk = -(-limits.chunk // config.page_size) * config.page_size  # chunks end at page boundaries
+    vision = model.config.vision if model.config.both_ways else None
+    span = vision.count if isinstance(vision, TowerConfig) else 0
+    if span > chunk:
+        raise ConfigError(
+            f"chunked_prefill_size {chunk} is less than the {span} tokens of an image, which are computed together"
+        )
     ranks = max(config.ep_size // config.tp_size, 1)
     reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize, ranks)
     if config.serves_adapters and not on_cpu:
@@ -266,8 +276,8 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         kv_bytes_per_token=token_bytes,
         draft_bytes_per_token=draft_bytes,
         max_running_requests=limits.running,
-        # chunks end at page boundaries
-        chunked_prefill_size=-(-limits.chunk // config.page_size) * config.page_size,
+        chunked_prefill_size=chunk,
+        longest_span=span,
         overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
         max_graph_batch=0 if on_cpu else limits.graph_batch,
         max_graph_tokens=0 if on_cpu else limits.graph_tokens,

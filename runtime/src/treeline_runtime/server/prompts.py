@@ -177,7 +177,7 @@ class Prompts:
                 special_tokens=self.bundle.special_tokens,
                 pool=self._pool,
                 inline_seconds=0,
-                placeholders={} if self.bundle.media is None else self.bundle.media.placeholders,
+                placeholders={} if self.bundle.media is None else self.bundle.media.in_templates,
             )
         except TemplateError as error:
             raise invalid("chat_template", str(error)) from None
@@ -262,10 +262,11 @@ class Prompts:
 
     def _ids(self, prompt: Prompt, limits: Limits | None, param: str, namespace: str | None) -> list[int]:
         if prompt.ids is None:
-            self._check_length(prompt.text or "", limits, param)
-            ids = self._cached.encode(
-                prompt.text or "", add_special_tokens=prompt.add_special_tokens, namespace=namespace
-            )
+            text = prompt.text or ""
+            if prompt.media and self.bundle.media is not None:
+                text = self.bundle.media.expanded(text)
+            self._check_length(text, limits, param)
+            ids = self._cached.encode(text, add_special_tokens=prompt.add_special_tokens, namespace=namespace)
         elif max(prompt.ids) >= self.vocab_size:
             raise wrong(param, f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size")
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeline_runtime.models.families import dense, gemma, moe, qwen_asr, qwen_vl
+from treeline_runtime.models.families import dense, gemma, moe, qwen_asr, qwen_vl, towers
 from treeline_runtime.models.families.base import Family
 
 __all__ = ["FAMILIES", "Family"]
@@ -26,5 +26,7 @@ FAMILIES: dict[str, Family] = {
         qwen_vl.QWEN3_VL,
         qwen_vl.QWEN3_VL_MOE,
         qwen_asr.QWEN3_ASR,
+        towers.GEMMA3_VL,
+        towers.INTERNVL,
     )
 }
