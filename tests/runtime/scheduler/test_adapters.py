@@ -402,9 +402,7 @@ def test_loads_and_unloads_under_traffic_leave_nothing_and_no_stale_answer(
     for number in range(rounds):
         which = number % 5
         digest = engine.added("changing", 1 + which)
-        for pair in next(iter(engine.residence.adapters[digest].parts.values())).values():
-            matrices += map(weakref.ref, pair)
-        del pair
+        matrices += map(weakref.ref, next(iter(engine.residence.adapters[digest].parts.values())))
         for one in (digest, steady, None):
             rid = f"{number} {one}"
             engine.inbox.append(

@@ -92,13 +92,14 @@ class Adapter:
     digest: str
     rank: int
     """The largest of its projections; 0: it has none here, but in another stage."""
-    parts: Mapping[str, Mapping[int, Pair]] = field(repr=False)
-    """Name of a site → number of a projection there → its part, B times the scale."""
+    parts: Mapping[str, Pair] = field(repr=False)
+    """Name of a site → A (rank, projections, inputs) and B times the scale (rank, outputs of all projections), with
+    zeros for projections that it leaves alone."""
 
     @property
     def num_bytes(self) -> int:
         """Of host memory; torch's allocator of pinned memory takes powers of two."""
-        tensors = [tensor for there in self.parts.values() for pair in there.values() for tensor in pair]
+        tensors = [tensor for pair in self.parts.values() for tensor in pair]
         sizes = (tensor.untyped_storage().nbytes() for tensor in tensors)
         return sum(1 << (size - 1).bit_length() if tensors[0].is_pinned() else size for size in sizes)
 
@@ -154,7 +155,7 @@ def read_adapter(
     for module, pair in pairs.items():
         if module in places:
             site, at = places[module]
-            parts.setdefault(site.name, {})[at] = _part(module, pair, site, at, settings, max_rank, dtype, pin=pin)
+            parts.setdefault(site.name, {})[at] = _part(module, pair, site, at, settings, max_rank, dtype)
         elif (layer := _LAYER.match(module)) is None or layer[0] in own or int(layer[1]) >= num_layers:
             raise ModelError(f"the adapter changes {module}: only attention and dense feed-forward layers are served")
     for target in settings.targets:
@@ -163,12 +164,23 @@ def read_adapter(
     digest = hashlib.sha256(json.dumps([config.get(key) for key in sorted(_SCALE)], sort_keys=True).encode())
     digest.update(data)
     ranks = (a.shape[0] for there in parts.values() for a, _ in there.values())
-    return Adapter(digest.hexdigest(), max(ranks, default=0), parts)
+    joined = {site.name: _joined(site, parts[site.name], pin=pin) for site in sites if site.name in parts}
+    return Adapter(digest.hexdigest(), max(ranks, default=0), joined)
 
 
-def _part(
-    module: str, pair: Pair, site: Site, at: int, settings: _Settings, max_rank: int, dtype: torch.dtype, *, pin: bool
-) -> Pair:
+def _joined(site: Site, parts: Mapping[int, Pair], *, pin: bool) -> Pair:
+    """One matrix A and one B for a site, which a device takes in one copy each."""
+    rank, any_a = max(len(a) for a, _ in parts.values()), next(iter(parts.values()))[0]
+    joined_a = any_a.new_zeros((rank, len(site.names), site.own_inputs), pin_memory=pin)
+    joined_b = any_a.new_zeros((rank, sum(site.own_outputs)), pin_memory=pin)
+    places = joined_b.split(site.own_outputs, 1)
+    for at, (a, b) in parts.items():
+        joined_a[: len(a), at] = a
+        places[at][: len(a)] = b.t()
+    return joined_a, joined_b
+
+
+def _part(module: str, pair: Pair, site: Site, at: int, settings: _Settings, max_rank: int, dtype: torch.dtype) -> Pair:
     """The rank's part of a module's A and of B times the scale. Raises ModelError."""
     (a, b), rank, inputs, outputs = pair, settings.rank_of(module), site.inputs, site.outputs[at]
     if (tuple(a.shape), tuple(b.shape)) != ((rank, inputs), (outputs, rank)):
@@ -183,7 +195,7 @@ def _part(
     a, b = a.to(dtype), (b.float() * settings.scale_of(module)).to(dtype)
     if not (a.isfinite().all() and b.isfinite().all()):
         raise ModelError(f"the adapter's {module} has numbers that are not finite, or not in {dtype}")
-    return (a.pin_memory(), b.pin_memory()) if pin else (a, b)
+    return a, b
 
 
 def _settings(config: Mapping[str, Any], max_rank: int) -> _Settings:

@@ -106,17 +106,15 @@ class AdapterPool:
         self._ranks_there[:, slot].copy_(pinned(np.array(ranks, dtype=np.int32), self._device), non_blocking=True)
         for name, stack in self._stacks.items():
             there = adapter.parts.get(name)
-            if slot in stack.used:  # what another adapter's projections and higher ranks have left
+            if slot in stack.used:  # what another adapter's higher ranks have left
                 for matrix in (stack.a, stack.b):
-                    matrix[slot].zero_()
+                    matrix[slot, 0 if there is None else len(there[0]) :].zero_()
                 stack.used.discard(slot)
             if there is None:
                 continue
             stack.used.add(slot)
-            places = stack.b[slot].split(stack.widths, 1)
-            for at, (a, b) in there.items():
-                stack.a[slot, : len(a), at].copy_(a, non_blocking=True)
-                places[at][: len(a)].copy_(b.to(self._device, non_blocking=True).t())
+            for matrix, part in zip((stack.a, stack.b), there, strict=True):
+                matrix[slot, : len(part)].copy_(part, non_blocking=True)
 
     def captured(self, rows: int) -> AdapterStep:
         """The adapters of a captured step of so many rows: those that `choose` has written before a replay."""
