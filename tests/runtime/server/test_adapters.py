@@ -277,7 +277,7 @@ def test_an_adapter_that_cannot_be_read_again_is_not_listed_until_it_is_loaded_a
     for seed, name in enumerate(("one", "two")):
         adapter(tmp_path / name, seed)
     weights, away = tmp_path / "one" / WEIGHTS, tmp_path / "away"
-    flags = ("--max-total-tokens=4096", f"--lora-root={tmp_path}", "--max-lora-memory=12KiB")
+    flags = ("--max-total-tokens=4096", f"--lora-root={tmp_path}", "--max-lora-memory=20KiB")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(model, *flags))
         http, admin = (
