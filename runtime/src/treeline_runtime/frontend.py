@@ -101,6 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._arrived()
         self._flowing()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it after a reset, and with it all that a connection holds
         if self._served is not None and not self._served.response_complete:
             self._served.disconnected = True
             self._served.message_event.set()

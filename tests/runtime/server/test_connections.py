@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -87,6 +89,7 @@ class Served:
             lifespan="off",
             interface="asgi3",
             log_config=None,
+            timeout_keep_alive=3600,
         )
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -147,6 +150,21 @@ async def test_a_request_that_trickles_is_ended() -> None:
             await asyncio.wait({ended}, timeout=0.1)
         assert (await ended).startswith(b"HTTP/1.1 408 ")
         assert time.monotonic() - started >= 1.0
+
+
+async def test_a_connection_that_the_client_resets_leaves_nothing() -> None:
+    """It would wait in memory until it might have been idle for long enough."""
+    async with Served() as port:
+        async with Conversation(port) as talk:
+            talk.writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            await talk.reader.readuntil(b"ok")
+            sock = talk.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            talk.writer.transport.abort()  # type: ignore[attr-defined]
+        async with asyncio.timeout(60):
+            while any(type(each) is Impatient for each in gc.get_objects()):
+                gc.collect()
+                await asyncio.sleep(0.01)
 
 
 async def test_a_request_in_parts_is_answered_and_the_connection_kept() -> None:
