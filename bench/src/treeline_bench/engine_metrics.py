@@ -85,6 +85,11 @@ ENGINE = {
     ),
     "lora.crowded_share": detail("share", "the same with slots for half of the requests' adapters", "higher"),
     "lora.load_s": detail("s", "to load an adapter of rank 16", "lower"),
+    "media.paper": Metric(
+        "×", "time of questions about shared images, each with a cache of its own ÷ in one", "higher", 5.0, BOUND
+    ),
+    "media.images_s": detail("1/s", "images that a server is asked about, each once", "higher"),
+    "media.vs_vllm": Metric("×", "the same ÷ vLLM's, of 1,000 images on one GPU", "higher", 1.0, BOUND),
     "pd.itl_p99_ratio": Metric(
         "×", "time between tokens, 99th percentile, prompts apart ÷ two servers that do both", "lower", 0.5
     ),

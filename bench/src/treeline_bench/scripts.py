@@ -242,6 +242,15 @@ def _lora(context: Context) -> Iterator[tuple[str, Script]]:
     yield f"lora: {shape}", Script("runtime/benchmarks/lora.py", must, ("--shape", shape, *_quick(context)))
 
 
+def _media(context: Context) -> Iterator[tuple[str, Script]]:
+    shape, path = ("qwen3vl8b" if has_cuda() else "tiny"), os.environ.get(VLLM_FOLDER)
+    count = () if has_cuda() else ("--images", "200")
+    vllm = ("--vllm-path", path) if path else ()
+    must = ("media.paper", "media.images_s", *(("media.vs_vllm",) if path else ()))
+    arguments = ("--shape", shape, *count, *vllm, *_quick(context))
+    yield f"media: {shape}", Script("runtime/benchmarks/media.py", must, arguments)
+
+
 def _pull(context: Context) -> Iterator[tuple[str, Script]]:
     must = ("pull.ttft_ratio", "pull.cached_share")
     yield "pull: two servers", Script("runtime/benchmarks/pull.py", must, ("--shape", shapes()[0], *_quick(context)))
@@ -299,6 +308,7 @@ BENCHMARKS = (
     _benchmark(
         "pairs", "Prompts apart from answers", "a pair beside two alone, on two GPUs", _pairs, only_by_name=True
     ),
+    _benchmark("media", "Images", "a server that reads images: its rate, and what a shared image saves", _media),
     _benchmark("pull", "Pages of another server", "a long prompt pulled from a peer, or computed", _pull),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),
