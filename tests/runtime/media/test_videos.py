@@ -1,0 +1,153 @@
+"""Videos become what transformers' processors make of them, and hostile ones are refused before they are decoded."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from treeline_runtime.media import videos as module
+from treeline_runtime.media.protocol import Refused
+from treeline_runtime.media.videos import Videos
+
+SECONDS = 10
+PIXELS = 1 << 20
+KINDS = ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor")
+SETTINGS: dict[str, dict[str, Any]] = {
+    KINDS[0]: {"do_sample_frames": True, "fps": 2, "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 6}},
+    KINDS[1]: {"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 40}},
+}
+
+
+def processor(folder: Path, kind: str, **more: Any) -> Videos:
+    settings = {"video_processor_type": kind, **SETTINGS[kind], **more}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    return Videos(str(folder), PIXELS, SECONDS)
+
+
+def video(
+    frames: int, rate: int = 10, size: tuple[int, int] = (160, 96), form: str = "mp4", codec: str = "mpeg4"
+) -> bytes:
+    file = io.BytesIO()
+    noise = np.random.default_rng(frames)
+    small = noise.integers(0, 256, (frames, size[1] // 16, size[0] // 16, 3), np.uint8)
+    with av.open(file, "w", format=form) as container:
+        stream: Any = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.time_base = Fraction(1, rate)
+        for picture in small:
+            large = picture.repeat(16, axis=0).repeat(16, axis=1)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(large, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def decoded(data: bytes) -> np.ndarray:
+    with av.open(io.BytesIO(data)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def reference(kind: str) -> Any:
+    pytest.importorskip("torchvision")
+    import transformers
+
+    return getattr(transformers, kind)(**SETTINGS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frames", [2, 5, 23, 64])
+@pytest.mark.parametrize("form, codec", [("mp4", "mpeg4"), ("webm", "libvpx"), ("avi", "mpeg4")])
+def test_patches_equal_those_of_transformers(kind: str, frames: int, form: str, codec: str, tmp_path: Path) -> None:
+    data, theirs = video(frames, form=form, codec=codec), reference(kind)
+    made, pixels = processor(tmp_path, kind).read(data, 1 << 20)
+    metadata = {"total_num_frames": frames, "fps": 10.0, "duration": frames / 10}
+    expected = theirs(videos=[decoded(data)], video_metadata=[metadata], return_tensors="pt")
+    assert made.grid == tuple(expected["video_grid_thw"][0].tolist())
+    assert made.count * 4 == len(pixels)
+    np.testing.assert_allclose(pixels, expected["pixel_values_videos"].numpy(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_are_sampled_as_the_processor_says(kind: str, tmp_path: Path) -> None:
+    theirs = reference(kind)
+    from transformers.video_utils import VideoMetadata
+
+    ours = processor(tmp_path, kind)
+    for total in range(4, 400, 7):
+        for rate in (1.0, 10.0, 23.976, 25.0, 60.0):
+            metadata = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+            assert ours.sampled(total, rate) == theirs.sample_frames(metadata).tolist()
+
+
+def box(data: bytes, name: bytes) -> int:
+    """Where the content of an MP4's box begins."""
+    return data.index(name) + 4
+
+
+def claiming(seconds: int) -> bytes:
+    """A video whose header says that it is as long as this."""
+    data = bytearray(video(8))
+    at = box(data, b"mvhd") + 16
+    data[at : at + 4] = seconds.to_bytes(4, "big")
+    return bytes(data)
+
+
+def sound() -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream: Any = container.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16_000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+HOSTILE: Sequence[tuple[str, Any, str]] = (
+    ("nothing", lambda: b"", "known format"),
+    ("a picture", lambda: b"\x89PNG\r\n\x1a\n" + bytes(100), "known format"),
+    ("a playlist", lambda: b"#EXTM3U\nfile:///etc/passwd\n", "known format"),
+    ("a list of files", lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", "known format"),
+    ("a beginning alone", lambda: b"\0\0\0\x18ftypmp42" + bytes(100), "broken"),
+    ("a Matroska file of zeros", lambda: b"\x1aE\xdf\xa3" + bytes(1000), "broken"),
+    ("no pictures", sound, "broken"),
+    ("half of it", lambda: video(40, form="webm", codec="libvpx")[:300], "broken"),
+    ("no index", lambda: video(40)[:2000], "broken"),
+    ("a frame alone", lambda: video(1), "too few"),
+    ("more seconds than allowed", lambda: video(101), "longer"),
+    ("many frames in few bytes", lambda: video(1300, rate=100, size=(16, 16)), "longer"),
+    ("large frames", lambda: video(2, size=(2048, 1024)), "pixels"),
+    ("an extreme shape", lambda: video(4, size=(4096, 16)), "200 times"),
+    ("a codec of pictures", lambda: video(4, form="avi", codec="ffv1"), "broken|codec"),
+)
+
+
+@pytest.mark.parametrize("make, why", [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+def test_a_hostile_video_is_refused(make: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=why):
+        processor(tmp_path, KINDS[1]).read(make(), 1 << 20)
+
+
+def test_a_video_is_refused_by_its_tokens_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_frames", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(Refused, match="tokens of the context"):
+        processor(tmp_path, KINDS[1]).read(video(40), 3)
+
+
+def test_a_duration_that_a_header_claims_changes_nothing(tmp_path: Path) -> None:
+    reads = processor(tmp_path, KINDS[1])
+    assert np.array_equal(reads.read(claiming(10**9), 1 << 20)[1], reads.read(video(8), 1 << 20)[1])
+
+
+def test_an_attached_picture_is_no_video(tmp_path: Path) -> None:
+    """The cover of a recording is one frame, or of a codec that is not decoded."""
+    with pytest.raises(Refused):
+        processor(tmp_path, KINDS[1]).read(video(1, form="matroska"), 1 << 20)
