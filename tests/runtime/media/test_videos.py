@@ -85,6 +85,15 @@ def test_frames_are_sampled_as_the_processor_says(kind: str, tmp_path: Path) -> 
             assert ours.sampled(total, rate) == theirs.sample_frames(metadata).tolist()
 
 
+@pytest.mark.parametrize("size", [(28, 28), (140, 56), (97, 333), (600, 64)])
+def test_frames_are_scaled_to_the_bit_as_torch_scales_bytes(size: tuple[int, int]) -> None:
+    torch = pytest.importorskip("torch")
+    image = np.random.default_rng(1).integers(0, 256, (97, 333, 3), np.uint8)
+    given = torch.from_numpy(image).permute(2, 0, 1)[None]
+    theirs = torch.nn.functional.interpolate(given, size, mode="bicubic", antialias=True)
+    assert np.array_equal(module.resized(image, size), theirs[0].permute(1, 2, 0).numpy())
+
+
 def box(data: bytes, name: bytes) -> int:
     """Where the content of an MP4's box begins."""
     return data.index(name) + 4
@@ -134,9 +143,7 @@ def test_a_hostile_video_is_refused(make: Any, why: str, tmp_path: Path) -> None
         processor(tmp_path, KINDS[1]).read(make(), 1 << 20)
 
 
-def test_a_video_is_refused_by_its_tokens_before_it_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_is_refused_by_its_tokens_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_frames", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(Refused, match="tokens of the context"):
         processor(tmp_path, KINDS[1]).read(video(40), 3)

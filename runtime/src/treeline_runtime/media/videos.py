@@ -16,7 +16,6 @@ from typing import Any, Final
 import av
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from treeline_runtime.media.protocol import Made, Refused
 
@@ -77,7 +76,7 @@ class Videos:
             with _opened(data, form) as container:
                 stream = container.streams.video[0]
                 height, width = self._size(stream, len(taken), most)
-                frames = _frames(container, stream, taken, (width, height), self._pixels)
+                frames = _frames(container, stream, taken, (height, width), self._pixels)
         except Exception as error:  # whatever a decoder stumbles over
             if isinstance(error, Refused) or type(error) is MemoryError:
                 raise
@@ -171,17 +170,43 @@ def _opened(data: bytes, form: str) -> Any:
     return av.open(io.BytesIO(data), "r", format=form, options={"codec_whitelist": ",".join(_CODECS)})
 
 
-def _frames(
-    container: Any, stream: Any, taken: list[int], size: tuple[int, int], pixels: int
-) -> npt.NDArray[np.uint8]:
+def _frames(container: Any, stream: Any, taken: list[int], size: tuple[int, int], pixels: int) -> npt.NDArray[np.uint8]:
     """The frames of these numbers, each scaled before the next is decoded. Raises Refused if there are fewer."""
     made = list[npt.NDArray[np.uint8]]()
     for number, frame in enumerate(container.decode(stream)):
         if frame.width * frame.height > pixels:  # they may grow in between
             raise Refused(f"its frames have more than {pixels} pixels (--max-image-pixels)")
         if number == taken[len(made)]:
-            image = frame.to_image().resize(size, Image.Resampling.BICUBIC)
-            made += [np.asarray(image)] * taken.count(number)
+            made += [resized(frame.to_ndarray(format="rgb24"), size)] * taken.count(number)
         if len(made) == len(taken):
             return np.stack(made)
     raise Refused("it is broken: it has fewer frames than it says")
+
+
+def resized(image: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """An image (height, width, 3) of another height and width, to the bit as torch scales bytes (bicubic, antialiased):
+    first along rows, with whole weights of 16 bits. Pillow's differ by one in some numbers of ten thousand."""
+    for axis in (1, 0):
+        if image.shape[axis] != size[axis]:
+            image = _along(image, axis, size[axis])
+    return image
+
+
+def _along(image: npt.NDArray[np.uint8], axis: int, size: int) -> npt.NDArray[np.uint8]:
+    scale = image.shape[axis] / size
+    stretch = max(scale, 1.0)
+    centers = scale * (np.arange(size) + 0.5)
+    first = np.maximum((centers - 2 * stretch + 0.5).astype(int), 0)
+    last = np.minimum((centers + 2 * stretch + 0.5).astype(int), image.shape[axis])
+    places = first[:, None] + np.arange((last - first).max())
+    away = np.abs((places - centers[:, None] + 0.5) / stretch)
+    near, far = (1.5 * away - 2.5) * away**2 + 1, ((-0.5 * away + 2.5) * away - 4) * away + 2
+    weights = np.where(away < 1, near, np.where(away < 2, far, 0)) * (places < last[:, None])
+    weights /= weights.sum(axis=1, keepdims=True)
+    bits = next(bits for bits in range(23) if bits == 22 or int(0.5 + weights.max() * (2 << bits)) >= 1 << 15)
+    whole = (weights * (1 << bits) + np.copysign(0.5, weights)).astype(np.int32)
+    shape = (1, size, 1) if axis else (size, 1, 1)
+    total: Any = 1 << bits - 1
+    for column, weight in zip(np.minimum(places, image.shape[axis] - 1).T, whole.T, strict=True):
+        total = total + image.take(column, axis).astype(np.int32) * weight.reshape(shape)
+    return (total >> bits).clip(0, 255).astype(np.uint8)
