@@ -176,6 +176,14 @@ class ServerArgs(SchedulerConfig):
         at_least=1,
         help="length of a recording (default: %(default)s)",
     )
+    max_video_seconds: int = setting(
+        600,
+        group="serving",
+        rare=True,
+        metavar="S",
+        at_least=1,
+        help="length of a video (default: %(default)s)",
+    )
     media_timeout: float = setting(
         30.0,
         group="serving",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from msgspec.structs import replace
@@ -21,9 +21,9 @@ from treeline_runtime.server.jobs import GenerateTask
 from treeline_runtime.server.limits import ByteBudget, Limits, TooMuchInFlight
 from treeline_wire.media import MediaSpec, item_digest, item_ids
 
-SPEC = MediaSpec({"image": "<i>"}, "processor")
+SPEC = MediaSpec({"image": "<i>", "video": "<v>"}, "processor")
 LIMITS = Limits(100, 100)
-PLACEHOLDER = 7
+PLACEHOLDER, FRAMES = 7, 8
 
 
 class Asked:
@@ -32,6 +32,15 @@ class Asked:
     def __init__(self, client: str | None = None) -> None:
         self.client = client
         self.held: Any = None
+
+
+class FakePrompts:
+    """The tokens of a text: its characters, with placeholders."""
+
+    placeholders: ClassVar = {PLACEHOLDER: "image", FRAMES: "video"}
+
+    def ids_of(self, text: str) -> list[int]:
+        return [FRAMES if one == "\0" else ord(one) for one in text.replace("<v>", "\0")]
 
 
 class FakePool:
@@ -71,7 +80,7 @@ class World:
         self.budget = ByteBudget(1000)
         pool: Any = self.pool
         fetcher: Any = FakeFetcher()
-        self.reader = MediaReader(MediaRules(SPEC, 8), {PLACEHOLDER: "image"}, pool, files, fetcher, timeout_s)
+        self.reader = MediaReader(MediaRules(SPEC, 8), FakePrompts(), pool, files, fetcher, timeout_s)
 
     async def read(
         self, asked: Any, *images: bytes | str, most: int | None = None, room: int = 50, namespace: str | None = None
@@ -221,7 +230,7 @@ async def test_images_leave_less_of_the_context(files: MediaFiles) -> None:
 
 async def test_the_client_with_most_images_is_refused_first(files: MediaFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MAX_WAITING", 4)
-    pool = MediaPool("/nowhere", "image", 1, files)  # not started: everything waits
+    pool = MediaPool("/nowhere", {"image": 1}, files)  # not started: everything waits
     greedy = [asyncio.create_task(pool.process(Image(b"%d" % i, b"x", "p", 9, "a"))) for i in range(4)]
     await asyncio.sleep(0)
     modest = asyncio.create_task(pool.process(Image(b"m", b"x", "p", 9, "b")))

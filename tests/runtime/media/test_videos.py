@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import pytest
+from support.videos import decoded, video
 from treeline_runtime.media import videos as module
 from treeline_runtime.media.protocol import Refused
 from treeline_runtime.media.videos import Videos
@@ -29,28 +29,6 @@ def processor(folder: Path, kind: str, **more: Any) -> Videos:
     settings = {"video_processor_type": kind, **SETTINGS[kind], **more}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     return Videos(str(folder), PIXELS, SECONDS)
-
-
-def video(
-    frames: int, rate: int = 10, size: tuple[int, int] = (160, 96), form: str = "mp4", codec: str = "mpeg4"
-) -> bytes:
-    file = io.BytesIO()
-    noise = np.random.default_rng(frames)
-    small = noise.integers(0, 256, (frames, size[1] // 16, size[0] // 16, 3), np.uint8)
-    with av.open(file, "w", format=form) as container:
-        stream: Any = container.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        stream.time_base = Fraction(1, rate)
-        for picture in small:
-            large = picture.repeat(16, axis=0).repeat(16, axis=1)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(large, format="rgb24")))
-        container.mux(stream.encode())
-    return file.getvalue()
-
-
-def decoded(data: bytes) -> np.ndarray:
-    with av.open(io.BytesIO(data)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 def reference(kind: str) -> Any:

@@ -7,7 +7,6 @@ and the order of patches. A patch has `temporal_patch_size` frames.
 from __future__ import annotations
 
 import io
-import json
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -16,8 +15,10 @@ from typing import Any, Final
 import av
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from treeline_runtime.media.protocol import Made, Refused
+from treeline_runtime.media.video_settings import TOGETHER, read_settings
 
 _BEGINNINGS: Final = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"), (0, b"RIFF", "avi"))
 """Offset, bytes, and the format that they begin: FFmpeg may not guess, since it has formats that name other files."""
@@ -25,43 +26,14 @@ _CODECS: Final = ("av1", "h264", "hevc", "libdav1d", "mpeg4", "vp8", "vp9")
 """What is decoded: FFmpeg has hundreds of others."""
 MAX_PACKETS: Final = 100_000
 """Frames of a video, of which few are taken: nearly an hour."""
-_CONFIGS: Final = ("video_preprocessor_config.json", "preprocessor_config.json")
-_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
-    "Qwen2VLVideoProcessor": {
-        "do_sample_frames": False,
-        "fps": None,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "patch_size": 14,
-        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
-    },
-    "Qwen3VLVideoProcessor": {
-        "do_sample_frames": True,
-        "fps": 2,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "patch_size": 16,
-        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
-    },
-}
-_COMMON: Final = {"max_frames": 768, "merge_size": 2, "min_frames": 4, "num_frames": None, "temporal_patch_size": 2}
 
 
 class Videos:
     def __init__(self, folder: str, pixels: int, seconds: int) -> None:
-        """pixels: the most of a frame. seconds: the most of a video. Raises ValueError for an unknown processor."""
-        file = next(path for name in _CONFIGS if (path := Path(folder, name)).exists())
-        given = json.loads(file.read_text())
-        kind = given.get("video_processor_type", "Qwen2VLVideoProcessor")
-        if kind not in _DEFAULTS:
-            raise ValueError(f"{file.name}: video_processor_type {kind!r} is not known here")
-        settings = _COMMON | _DEFAULTS[kind] | {key: value for key, value in given.items() if value is not None}
-        size = settings["size"]
-        self._least: int = given.get("min_pixels") or size["shortest_edge"]
-        self._most: int = given.get("max_pixels") or size["longest_edge"]
-        self._settings = settings
-        self._together = kind == "Qwen3VLVideoProcessor"
-        """Whether the bounds of pixels are for all frames, and not for each."""
+        """pixels: the most of a frame. seconds: the most of a video. Raises ValueError as `read_settings`."""
+        self._settings = settings = read_settings(Path(folder))
+        self._least, self._most = (settings["size"][name] for name in ("shortest_edge", "longest_edge"))
+        self._together = settings["video_processor_type"] == TOGETHER
         self._factor: int = settings["patch_size"] * settings["merge_size"]
         self._pixels, self._seconds = pixels, seconds
 
@@ -81,7 +53,27 @@ class Videos:
             if isinstance(error, Refused) or type(error) is MemoryError:
                 raise
             raise Refused("it is broken, or has no pictures: it cannot be decoded") from None
-        return self.patches(frames)
+        made, output = self.patches(frames)
+        step = self._settings["temporal_patch_size"]
+        if not self._together:
+            return replace(made, seconds=float(step * total / len(taken) / rate)), output
+        taken += taken[-1:] * (-len(taken) % step)
+        times = (
+            (first + last) / float(rate) / 2 for first, last in zip(taken[::step], taken[step - 1 :: step], strict=True)
+        )
+        return replace(made, times=tuple(times)), output
+
+    def examples(self) -> list[bytes]:
+        """A video: decoding it does late imports."""
+        file = io.BytesIO()
+        with av.open(file, "w", format="mp4") as container:
+            stream: Any = container.add_stream("mpeg4", rate=4)
+            stream.width = stream.height = 64
+            stream.pix_fmt = "yuv420p"
+            for _ in range(4):
+                container.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
+            container.mux(stream.encode())
+        return [file.getvalue()]
 
     def _measured(self, data: bytes, form: str) -> tuple[int, Fraction]:
         """How many frames there are, by counting and not by what the file says, and how many a second. Nothing is
@@ -97,7 +89,8 @@ class Videos:
             for packet in container.demux(stream):
                 total += packet.size > 0
                 if total > min(MAX_PACKETS, self._seconds * rate):
-                    raise Refused(f"it is longer than {self._seconds} s, or has more than {MAX_PACKETS} frames")
+                    limits = f"{self._seconds} s (--max-video-seconds), or has more than {MAX_PACKETS} frames"
+                    raise Refused(f"it is longer than {limits}")
         if total < self._settings["temporal_patch_size"]:
             raise Refused("it has too few frames")
         return total, rate

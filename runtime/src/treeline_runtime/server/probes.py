@@ -264,7 +264,7 @@ class Probes:
 
     def _reads(self, kind: Kind) -> bool:
         service = self._service
-        return service.media is not None and service.rules is not None and service.rules.kind == kind
+        return service.media is not None and service.rules is not None and kind in service.rules.kinds
 
     @property
     def model_type(self) -> str:
@@ -309,6 +309,7 @@ class Probes:
                 "tool_call_parser": self._service.formats.tools,
                 "disaggregation_mode": "null",
                 "has_image_understanding": self._reads("image"),
+                "has_video_understanding": self._reads("video"),
                 "has_audio_understanding": self._reads("audio"),
                 "model_type": info.model_config.get("model_type"),
                 "architectures": info.model_config.get("architectures"),
