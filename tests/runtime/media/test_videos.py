@@ -14,6 +14,7 @@ import pytest
 from support.videos import decoded, video
 from treeline_runtime.media import videos as module
 from treeline_runtime.media.protocol import Refused
+from treeline_runtime.media.video_settings import read_settings
 from treeline_runtime.media.videos import Videos
 
 SECONDS = 10
@@ -120,6 +121,54 @@ HOSTILE: Sequence[tuple[str, Any, str]] = (
 def test_a_hostile_video_is_refused(make: Any, why: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=why):
         processor(tmp_path, KINDS[1]).read(make(), 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame"),
+        ({"do_resize": False}, "do_resize"),
+        ({"do_normalize": False}, "do_normalize"),
+        ({"resample": 2}, "resample"),
+        ({"rescale_factor": 1}, "rescale_factor"),
+        ({"size": {"longest_edge": None, "height": 9}}, "size"),
+        ({"video_processor_type": "LlavaNextVideoProcessor"}, "LlavaNextVideoProcessor"),
+    ],
+)
+def test_settings_that_are_not_obeyed_are_refused_by_name(settings: Any, named: str, tmp_path: Path) -> None:
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"size": {}} | settings))
+    with pytest.raises(ValueError, match=named):
+        read_settings(tmp_path)
+
+
+def test_settings_come_from_where_transformers_finds_them(tmp_path: Path) -> None:
+    def write(name: str, content: Any) -> dict[str, Any]:
+        (tmp_path / name).write_text(json.dumps(content))
+        return read_settings(tmp_path)
+
+    found = write("preprocessor_config.json", {"min_pixels": 3136, "patch_size": 12})
+    assert (found["video_processor_type"], found["patch_size"]) == (KINDS[0], 12)
+    assert found["size"] == {"shortest_edge": 3136, "longest_edge": 28 * 28 * 768}
+    assert write("config.json", {"model_type": "qwen3_vl"})["video_processor_type"] == KINDS[1]
+    assert write("video_preprocessor_config.json", {"fps": 3, "patch_size": None})["fps"] == 3
+    assert write("processor_config.json", {"video_processor": {"fps": 4}})["fps"] == 4
+    with pytest.raises(ValueError, match="Qwen2VLVideoProcessor"):
+        write("processor_config.json", {"video_processor": {"video_processor_type": KINDS[0]}})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frames", [5, 23, 64])
+def test_times_equal_those_of_transformers(kind: str, frames: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = processor(tmp_path, kind)
+    made, _ = ours.read(video(frames), 1 << 20)
+    taken = ours.sampled(frames, 10.0)
+    metadata = transformers.video_utils.VideoMetadata(total_num_frames=frames, fps=10.0, frames_indices=taken)
+    if kind == KINDS[0]:
+        assert (made.seconds, made.times) == (pytest.approx(2 / metadata.sampled_fps), ())
+    else:
+        times = transformers.Qwen3VLProcessor._calculate_timestamps(None, taken[:], 10.0)
+        assert (made.seconds, list(made.times)) == (1.0, pytest.approx(times))
 
 
 def test_a_video_is_refused_by_its_tokens_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
