@@ -311,10 +311,11 @@ async def _show_image(stream: StreamExecutor, source: str | bytes) -> None:
     if not backend.reads_images:
         raise Unsupported(f"{type(backend).__name__} reads only text, no images")
     try:
-        url = await asyncio.to_thread(images.url_of, source)
+        url, text = await asyncio.to_thread(images.url_of, source), await backend.image_text()
     except (OSError, ValueError) as error:
         raise ProgramError(f"no image: {error}") from error
     stream.transcript.images.append(url)
+    stream.transcript.append(text)
 
 
 async def _separate(stream: StreamExecutor, expr: Expr, model_type: str, variables: Iterator[Variable]) -> None:

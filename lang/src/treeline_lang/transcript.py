@@ -24,6 +24,8 @@ class Prompt:
     """The open turn's text so far."""
     images: tuple[str, ...] = ()
     """The open turn's images as URLs: `data:image/…;base64,…`, or URLs for the backend to fetch."""
+    all_images: tuple[str, ...] = ()
+    """Those of the whole text."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Transcript:
             self.role,
             self.text[self._turn_at :] if self.role else "",
             tuple(self.images[self._turn_images :]) if self.role else (),
+            tuple(self.images),
         )
 
     def copy(self) -> Transcript:

@@ -166,7 +166,7 @@ class ServerArgs(SchedulerConfig):
         rare=True,
         metavar="N",
         at_least=1,
-        help="pixels of an image, known before it is decoded (default: %(default)s)",
+        help="pixels of an image or a video's frame, known before it is decoded (default: %(default)s)",
     )
     max_audio_seconds: int = setting(
         1200,

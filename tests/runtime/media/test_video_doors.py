@@ -14,6 +14,7 @@ import pytest
 from support.media import data_url, encoded, image_part, make_media_checkpoint, pixels, text_part
 from support.runtime_server import running
 from support.videos import video, video_part
+from treeline_lang import RuntimeEndpoint, Unsupported, assistant, function, gen, image, user
 from treeline_runtime.messages import GenerateReq
 from treeline_wire.media import item_digest
 from treeline_wire.tokenizer import TokenizerBundle
@@ -81,7 +82,38 @@ def test_a_batch_has_videos_of_each(http: httpx.Client, seen: Path) -> None:
 
 
 def test_the_model_says_that_it_reads_videos(http: httpx.Client) -> None:
-    assert http.get("/get_model_info").json()["has_video_understanding"] is True
+    said = http.get("/get_model_info").json()
+    assert said["has_video_understanding"] is True
+    assert said["placeholders"] == {kind: VISION.format(kind) for kind in ("image", "video")}
+
+
+@function
+def compares(s: Any, one: bytes, two: bytes) -> None:
+    s += user("Look: " + image(one) + "and") + assistant(gen("first", max_tokens=2))
+    s += user(image(two) + "?") + assistant(gen("second", max_tokens=2))
+
+
+def test_a_program_shows_images_to_a_runtime(http: httpx.Client, seen: Path) -> None:
+    other = encoded(pixels(96, 64, 2))
+    with RuntimeEndpoint(str(http.base_url)) as backend:
+        state = compares.run(one=PICTURE, two=other, backend=backend, temperature=0)
+        assert state["second"]
+    vision = VISION.format("image")
+    assert f"<|im_start|>user\nLook: {vision}and<|im_end|>" in state.text()
+    *_, last = (msgspec.json.decode(line, type=GenerateReq) for line in seen.read_bytes().splitlines())
+    assert [Path(item.path).exists() for item in last.items] == [True, True]
+    assert last.items[0].digest != last.items[1].digest
+    seen.unlink()
+
+
+@function
+def chooses(s: Any) -> None:
+    s += user(image(PICTURE) + "?") + assistant(gen("a", choices=["x", "y"]))
+
+
+def test_a_choice_beside_an_image_is_refused(http: httpx.Client) -> None:
+    with RuntimeEndpoint(str(http.base_url)) as backend, pytest.raises(Unsupported, match="log probabilities"):
+        chooses.run(backend=backend)["a"]
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [

@@ -77,6 +77,10 @@ class Backend(ABC):
         """The chat template of the model. Called before a program's first request."""
         return TEMPLATES["plain"]
 
+    async def image_text(self) -> str:
+        """The text that stands for an image in a prompt; "" where images are parts of turns. Raises Unsupported."""
+        return ""
+
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         """Generates `sampling.n` completions."""
