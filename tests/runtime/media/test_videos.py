@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Sequence
@@ -11,11 +12,13 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from support.media import Decoder, make_media_checkpoint
 from support.videos import decoded, video
 from treeline_runtime.media import videos as module
 from treeline_runtime.media.protocol import Refused
 from treeline_runtime.media.video_settings import read_settings
 from treeline_runtime.media.videos import Videos
+from treeline_runtime.server.errors import ApiError
 
 SECONDS = 10
 PIXELS = 1 << 20
@@ -169,6 +172,28 @@ def test_times_equal_those_of_transformers(kind: str, frames: int, tmp_path: Pat
     else:
         times = transformers.Qwen3VLProcessor._calculate_timestamps(None, taken[:], 10.0)
         assert (made.seconds, list(made.times)) == (1.0, pytest.approx(times))
+
+
+@pytest.mark.deep
+def test_hostile_videos_never_end_the_process(tmp_path: Path) -> None:
+    """In confinement, too, where a decoder that wants more than its memory would end it."""
+    model = make_media_checkpoint(tmp_path / "model")
+    decode = Decoder(model, kind="video", limit=SECONDS)
+    try:
+        decode(video(8))
+        before = decode.pool.pids()
+        whole, rng = video(40), np.random.default_rng(5)
+        broken = [bytearray(whole) for _ in range(20)]
+        for data in broken:
+            for at in rng.integers(0, len(data), 30):
+                data[at] = rng.integers(256)
+        for data in [make() for _, make, _ in HOSTILE] + [*map(bytes, broken)]:
+            with contextlib.suppress(ApiError):
+                decode(data)
+        assert decode.pool.pids() == before
+        assert decode(video(9)).grid[0] == 5
+    finally:
+        decode.close()
 
 
 def test_a_video_is_refused_by_its_tokens_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
