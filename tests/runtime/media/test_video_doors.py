@@ -13,13 +13,14 @@ import msgspec
 import pytest
 from support.media import data_url, encoded, image_part, make_media_checkpoint, pixels, text_part
 from support.runtime_server import running
-from support.videos import video, video_part
-from treeline_lang import RuntimeEndpoint, Unsupported, assistant, function, gen, image, user
+from support.videos import video as make_video
+from support.videos import video_part
+from treeline_lang import RuntimeEndpoint, Unsupported, assistant, function, gen, image, user, video
 from treeline_runtime.messages import GenerateReq
 from treeline_wire.media import item_digest
 from treeline_wire.tokenizer import TokenizerBundle
 
-SHORT, LONG = video(8, rate=4), video(50, rate=4)
+SHORT, LONG = make_video(8, rate=4), make_video(50, rate=4)
 PICTURE = encoded(pixels(64, 64, 1))
 VISION = "<|vision_start|><|{}_pad|><|vision_end|>"
 PARAMS = {"max_new_tokens": 2}
@@ -90,7 +91,7 @@ def test_the_model_says_that_it_reads_videos(http: httpx.Client) -> None:
 @function
 def compares(s: Any, one: bytes, two: bytes) -> None:
     s += user("Look: " + image(one) + "and") + assistant(gen("first", max_tokens=2))
-    s += user(image(two) + "?") + assistant(gen("second", max_tokens=2))
+    s += user(image(two) + video(SHORT) + "?") + assistant(gen("second", max_tokens=2))
 
 
 def test_a_program_shows_images_to_a_runtime(http: httpx.Client, seen: Path) -> None:
@@ -101,7 +102,7 @@ def test_a_program_shows_images_to_a_runtime(http: httpx.Client, seen: Path) -> 
     vision = VISION.format("image")
     assert f"<|im_start|>user\nLook: {vision}and<|im_end|>" in state.text()
     *_, last = (msgspec.json.decode(line, type=GenerateReq) for line in seen.read_bytes().splitlines())
-    assert [Path(item.path).exists() for item in last.items] == [True, True]
+    assert [item.kind for item in last.items] == ["image", "image", "video"]
     assert last.items[0].digest != last.items[1].digest
     seen.unlink()
 
@@ -118,7 +119,7 @@ def test_a_choice_beside_an_image_is_refused(http: httpx.Client) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/chat/completions", chat(video_part(LONG)), PART, "--max-video-seconds"),
-    ("/v1/chat/completions", chat(video_part(video(8, size=(160, 112)))), PART, "--max-image-pixels"),
+    ("/v1/chat/completions", chat(video_part(make_video(8, size=(160, 112)))), PART, "--max-image-pixels"),
     ("/v1/chat/completions", chat(*[video_part(SHORT)] * 4), PART, "--max-images"),
     ("/v1/chat/completions", chat(video_part(PICTURE)), PART, "known format"),
     ("/v1/chat/completions", chat(video_part(SHORT[:900])), PART, "broken"),

@@ -61,7 +61,7 @@ class Backend(ABC):
     """All `async` methods run on the loop of `treeline_lang.background`, many at a time; they raise BackendError,
     Unsupported and TemplateError. A backend keeps no state of a program, so runs are independent."""
 
-    reads_images = False
+    reads_images = reads_videos = False
     takes_hints = False
     """Whether `warm` makes later requests with the same beginning faster."""
     chats = False
@@ -77,8 +77,9 @@ class Backend(ABC):
         """The chat template of the model. Called before a program's first request."""
         return TEMPLATES["plain"]
 
-    async def image_text(self) -> str:
-        """The text that stands for an image in a prompt; "" where images are parts of turns. Raises Unsupported."""
+    async def item_text(self, kind: str) -> str:
+        """The text that stands for an image or video in a prompt; "" where these are parts of turns. Raises
+        Unsupported."""
         return ""
 
     @abstractmethod

@@ -27,7 +27,7 @@ _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 class RuntimeEndpoint(Backend):
     """A runtime behind a URL, or a gateway in front of many."""
 
-    reads_images = True
+    reads_images = reads_videos = True
     takes_hints = True
     tells_tokens = True
 
@@ -49,7 +49,7 @@ class RuntimeEndpoint(Backend):
         self._model = {} if model is None else {"model": model}
         self._template: ChatTemplate | None = named(chat_template)
         self._deriving: asyncio.Task[ChatTemplate] | None = None
-        self._image_text = ""
+        self._item_texts: dict[str, str] | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -85,13 +85,13 @@ class RuntimeEndpoint(Backend):
         body = {**_shown(prompt), "sampling_params": sampling.native() | constraints}
         return body | sampling.given(_TOP_LEVEL)
 
-    async def image_text(self) -> str:
-        if not self._image_text:
-            placeholders = (await self._about("/get_model_info")).get("placeholders") or {}
-            if not isinstance(text := placeholders.get("image"), str):
-                raise Unsupported("the model behind this RuntimeEndpoint reads only text, no images")
-            self._image_text = text
-        return self._image_text
+    async def item_text(self, kind: str) -> str:
+        if self._item_texts is None:
+            self._item_texts = (await self._about("/get_model_info")).get("placeholders") or {}
+        with read(self._item_texts, "one of /get_model_info"):
+            if text := self._item_texts.get(kind):
+                return str(text)
+        raise Unsupported(f"the model behind this RuntimeEndpoint reads only text, no {kind}s")
 
     # ---- choosing -----------------------------------------------------------------------------------------------
 
@@ -206,7 +206,11 @@ class RuntimeEndpoint(Backend):
 
 def _shown(prompt: Prompt) -> dict[str, Any]:
     """A prompt's members of a body."""
-    return {"text": prompt.text} | ({"image_data": [*prompt.all_images]} if prompt.all_images else {})
+    body: dict[str, Any] = {"text": prompt.text}
+    for kind in ("image", "video"):
+        if urls := [part[name]["url"] for part in prompt.all_images if (name := f"{kind}_url") in part]:
+            body[f"{kind}_data"] = urls
+    return body
 
 
 def _completion(answer: Any) -> Completion:
