@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,60 +11,14 @@ import openai
 import pytest
 import torch
 from PIL import Image
-from support.media import PROCESSOR, encoded, image_part, make_media_checkpoint, pixels, text_part
+from support.media import encoded, image_part, pixels, text_part
+from support.media_models import make_model, tokens_of
 from support.runtime_media import FAMILIES
-from support.runtime_models import save
 from support.runtime_server import ServerProcess, running
 from treeline_wire.tokenizer import TokenizerBundle
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 transformers = pytest.importorskip("transformers")
-
-
-def make_model(family: str, folder: Path) -> Any:
-    """Write a model of this family with a tokenizer, and return transformers' model of the same weights."""
-    make_media_checkpoint(folder)
-    ids = _tokens(folder)
-    text, encoder = FAMILIES[family]
-    patch = PROCESSOR["patch_size"]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        text_config=text | {"vocab_size": len(_vocabulary(folder)), "max_position_embeddings": 2048},
-        vision_config=encoder
-        | {"patch_size": patch}
-        | ({"window_size": 4 * patch} if "window_size" in encoder else {}),
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-    )
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "visual" in name:
-                parameter.mul_(6)
-    for weights in folder.glob("*.safetensors"):
-        weights.unlink()
-    processor, template = (
-        (folder / "preprocessor_config.json").read_text(),
-        (folder / "chat_template.jinja").read_text(),
-    )
-    save(model, folder)
-    (folder / "preprocessor_config.json").write_text(processor)
-    (folder / "chat_template.jinja").write_text(template)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids["<|im_end|>"]}))
-    return model
-
-
-def _vocabulary(folder: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
-
-    found: dict[str, int] = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)
-    return found
-
-
-def _tokens(folder: Path) -> dict[str, int]:
-    return {name: token for name, token in _vocabulary(folder).items() if name.startswith("<|")}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -80,7 +33,7 @@ def served(
 
 def expected(model: Any, folder: Path, text: str, images: list[bytes], tokens: int) -> list[int]:
     """What transformers generates, with its own processor and positions."""
-    names = _tokens(folder)
+    names = tokens_of(folder)
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     made = processor(images=[Image.open(io.BytesIO(one)).convert("RGB") for one in images], return_tensors="pt")
     from tokenizers import Tokenizer

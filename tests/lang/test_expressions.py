@@ -196,6 +196,6 @@ def test_numpy_numbers_are_accepted() -> None:
     assert isinstance(gen_int("x", 4), Gen)
 
 
-def test_no_backend_reads_videos() -> None:
-    with pytest.raises(Unsupported, match="videos"):
+def test_the_frames_of_videos_are_not_chosen() -> None:
+    with pytest.raises(Unsupported, match="num_frames"):
         video("a.mp4", 8)

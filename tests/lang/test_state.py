@@ -22,6 +22,7 @@ from treeline_lang import (
     user,
     user_begin,
     user_end,
+    video,
 )
 from treeline_lang.templates import TEMPLATES
 
@@ -181,6 +182,20 @@ def test_a_backend_that_reads_text_alone_says_so(tmp_path: Any) -> None:
         state = run(looks, seeing, source=source)
         assert state.messages()[0]["content"][1] == {"type": "text", "text": "?"}
         assert state.messages()[0]["content"][0]["image_url"]["url"].startswith(("data:image/png;base64,iV", "https:"))
+    seeing.reads_videos = True
+
+    def watches(s: Any, source: Any) -> None:
+        s += user(video(source) + "?") + assistant(gen("a"))
+
+    for film, start in (
+        (bytes(4) + b"ftypmp42", "data:video/mp4;base64,AAAA"),
+        (b"\x1aE\xdf\xa3", "data:video/webm;base64,Gk"),
+        ("https://e.org/a.mp4", "https:"),
+    ):
+        content: Any = run(watches, seeing, source=film).messages()[0]["content"]
+        assert content[0]["video_url"]["url"].startswith(start)
+    with pytest.raises(ProgramError, match=r"no video: .* MP4"):
+        run(watches, seeing, source=b"no film").text()
     for lost in (str(tmp_path / "none.png"), b"no picture"):
         with pytest.raises(ProgramError, match="no image: "):
             run(looks, seeing, source=lost).text()

@@ -124,16 +124,16 @@ def test_a_copy_of_a_transcript_is_independent() -> None:
     template, first = TEMPLATES["chatml"], Transcript()
     first.begin("user", template)
     first.append("look: ")
-    first.images.append("data:image/png;base64,AA==")
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    first.images.append(picture)
     second = first.copy()
     second.append("more")
     second.end("user", template)
     assert (first.messages, first.role) == ([], "user")
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     content = [picture, {"type": "text", "text": "look: more"}]
     assert second.messages == [{"role": "user", "content": content}]
     assert first.prompt().turn == "look: "
-    assert first.prompt().images == ("data:image/png;base64,AA==",)
+    assert first.prompt().images == (picture,)
     assert second.prompt().images == ()
 
 

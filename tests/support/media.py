@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from treeline_runtime.media.files import MediaFiles, Stored
 from treeline_runtime.media.pool import Image as Work
 from treeline_runtime.media.pool import MediaPool
+from treeline_wire.media import Kind
 
 from support.runtime_server import make_checkpoint
 
@@ -24,7 +25,8 @@ PIXELS = 4 << 20
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PROCESSOR = {
@@ -47,6 +49,7 @@ def make_media_checkpoint(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"vocab_size": tokenizer.get_vocab_size(), "image_token_id": tokenizer.token_to_id(IMAGE)}
+    config["video_token_id"] = tokenizer.token_to_id("<|video_pad|>")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -80,10 +83,13 @@ def text_part(text: str) -> dict[str, Any]:
 class Decoder:
     """A pool of processes that decode images or recordings, with a loop of its own."""
 
-    def __init__(self, model: Path, most: int = 1 << 30, kind: str = "image", limit: int = PIXELS) -> None:
+    def __init__(self, model: Path, most: int = 1 << 30, kind: Kind = "image", limit: int = PIXELS) -> None:
+        self.kind = kind
         self.runner = asyncio.Runner()
         self.files = MediaFiles(most)
-        self.pool = MediaPool(str(model), kind, limit, self.files)
+        self.pool = MediaPool(
+            str(model), {"image": PIXELS, kind: limit} if kind != "audio" else {kind: limit}, self.files
+        )
         self.runner.run(self._start())
 
     async def _start(self) -> None:
@@ -99,7 +105,7 @@ class Decoder:
         return stored
 
     async def _process(self, digest: bytes, data: bytes, most: int, client: str | None) -> None:
-        await self.pool.process(Work(digest, data, "messages[0]", most, client))
+        await self.pool.process(Work(digest, data, "messages[0]", most, client, self.kind))
 
     def close(self) -> None:
         self.runner.run(self.pool.stop())

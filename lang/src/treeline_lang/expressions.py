@@ -143,6 +143,11 @@ class Image(Located):
 
 
 @dataclass(frozen=True, slots=True)
+class Video(Image):
+    step = "video"
+
+
+@dataclass(frozen=True, slots=True)
 class SeparateReasoning(Located):
     """Moves the reasoning of each variable that `expr` generates to `<name>_reasoning_content`."""
 
@@ -292,9 +297,12 @@ def image(source: str | bytes) -> Expr:
     return Image(source)
 
 
-def video(source: str | bytes, num_frames: int) -> Expr:
-    """Raises Unsupported: no backend supports videos."""
-    raise Unsupported(f"no backend reads videos, nor {num_frames} frames of one", where=caller(), step="video")
+def video(source: str | bytes, num_frames: int | None = None) -> Expr:
+    """A video by path, URL or bytes. Raises Unsupported for a number of frames: the model's processor takes them."""
+    if num_frames is not None:
+        why = "the model's processor takes the frames of videos: leave num_frames out"
+        raise Unsupported(why, where=caller(), step="video")
+    return Video(source)
 
 
 def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:

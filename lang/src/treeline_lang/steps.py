@@ -210,7 +210,7 @@ async def _append(stream: StreamExecutor, part: Expr, variables: Iterator[Variab
         case OrderBegin() | OrderEnd():
             pass
         case Image(source):
-            await _show_image(stream, source)
+            await _show(stream, part.step, source)
         case SeparateReasoning(expr, model_type):
             await _separate(stream, expr, model_type, variables)
         case _:
@@ -306,15 +306,18 @@ def _end_scope(stream: StreamExecutor, name: str) -> None:
     variable.set(stream.transcript.text[start:])
 
 
-async def _show_image(stream: StreamExecutor, source: str | bytes) -> None:
+async def _show(stream: StreamExecutor, kind: str, source: str | bytes) -> None:
+    """kind: `image` or `video`."""
     backend = stream.run.backend
-    if not backend.reads_images:
-        raise Unsupported(f"{type(backend).__name__} reads only text, no images")
+    if not (backend.reads_images if kind == "image" else backend.reads_videos):
+        raise Unsupported(f"{type(backend).__name__} reads only text, no {kind}s")
     try:
-        url = await asyncio.to_thread(images.url_of, source)
+        url = await asyncio.to_thread(images.url_of, source, kind)
     except (OSError, ValueError) as error:
-        raise ProgramError(f"no image: {error}") from error
-    stream.transcript.images.append(url)
+        raise ProgramError(f"no {kind}: {error}") from error
+    text = await backend.item_text(kind)
+    stream.transcript.images.append({"type": f"{kind}_url", f"{kind}_url": {"url": url}})
+    stream.transcript.append(text)
 
 
 async def _separate(stream: StreamExecutor, expr: Expr, model_type: str, variables: Iterator[Variable]) -> None:

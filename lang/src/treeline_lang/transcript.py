@@ -10,6 +10,9 @@ from treeline_lang.errors import RoleError
 from treeline_lang.expressions import Role
 from treeline_lang.templates import ChatTemplate
 
+Part = dict[str, Any]
+"""A part of a turn in OpenAI's format. An image's or video's URL has its bytes (`data:`), or the backend fetches it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -22,15 +25,18 @@ class Prompt:
     """The role of the open turn."""
     turn: str = ""
     """The open turn's text so far."""
-    images: tuple[str, ...] = ()
-    """The open turn's images as URLs: `data:image/…;base64,…`, or URLs for the backend to fetch."""
+    images: tuple[Part, ...] = ()
+    """The open turn's images and videos."""
+    all_images: tuple[Part, ...] = ()
+    """Those of the whole text."""
 
 
 @dataclass(slots=True)
 class Transcript:
     text: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)
+    images: list[Part] = field(default_factory=list)
+    """Also videos."""
     role: Role | None = None
     _turn_at: int = 0
     """Index in the text where the open turn's content begins."""
@@ -71,6 +77,7 @@ class Transcript:
             self.role,
             self.text[self._turn_at :] if self.role else "",
             tuple(self.images[self._turn_images :]) if self.role else (),
+            tuple(self.images),
         )
 
     def copy(self) -> Transcript:
@@ -78,14 +85,11 @@ class Transcript:
             self.text, list(self.messages), list(self.images), self.role, self._turn_at, self._turn_images
         )
 
-    def _content(self) -> str | list[dict[str, Any]]:
+    def _content(self) -> str | list[Part]:
         """A text, or a list of parts if there are images."""
         return content_of(self.text[self._turn_at :], self.images[self._turn_images :])
 
 
-def content_of(text: str, urls: Sequence[str]) -> str | list[dict[str, Any]]:
+def content_of(text: str, images: Sequence[Part]) -> str | list[Part]:
     """A turn's content in OpenAI's format: images first, as models are trained."""
-    if not urls:
-        return text
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [*parts, {"type": "text", "text": text}]
+    return [*images, {"type": "text", "text": text}] if images else text

@@ -166,7 +166,7 @@ class ServerArgs(SchedulerConfig):
         rare=True,
         metavar="N",
         at_least=1,
-        help="pixels of an image, known before it is decoded (default: %(default)s)",
+        help="pixels of an image or a video's frame, known before it is decoded (default: %(default)s)",
     )
     max_audio_seconds: int = setting(
         1200,
@@ -175,6 +175,14 @@ class ServerArgs(SchedulerConfig):
         metavar="S",
         at_least=1,
         help="length of a recording (default: %(default)s)",
+    )
+    max_video_seconds: int = setting(
+        600,
+        group="serving",
+        rare=True,
+        metavar="S",
+        at_least=1,
+        help="length of a video (default: %(default)s)",
     )
     media_timeout: float = setting(
         30.0,

@@ -19,13 +19,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 from treeline_wire.chat import TemplateError
+from treeline_wire.media import Kind
 from treeline_wire.openai_errors import error_body
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_wire.tracing_env import TracingError
@@ -35,6 +36,7 @@ from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
 from treeline_runtime.download import repository
 from treeline_runtime.media.sources import MediaRules
+from treeline_runtime.media.video_settings import read_settings
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
@@ -341,7 +343,7 @@ def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -
         formats=model.formats,
         pool=pool,
         rules=rules,
-        media=None if rules is None or rules.off is not None else _media_reader(args, model, rules),
+        media=None if rules is None or not rules.kinds else _media_reader(args, model, rules),
         uses_priority=args.uses_priority,
         hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
         tracing=_tracing(name) if args.tracing else None,
@@ -349,18 +351,28 @@ def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -
     return service, pool
 
 
+_DECODERS = {"image": ("PIL",), "video": ("PIL", "av"), "audio": ("av",)}
+"""What reading a kind needs besides."""
+
+
 def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:
     """What requests may have besides text; None if the model reads text alone."""
     spec = model.prompts.bundle.media
     if spec is None or model.pooling is not None:
         return None
-    kind: Literal["image", "audio"] = "audio" if "audio" in spec.placeholders else "image"
-    needed = ("transformers", "av" if kind == "audio" else "PIL", "httpcore2")
-    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
-    why = f"this server lacks {' and '.join(lacking)} to read media: install treeline-runtime[media]"
-    if not lacking and any(map(_pans, sorted(model.directory.glob("*processor_config.json")))):
-        return MediaRules(spec, args.max_images, "pan and scan is not supported: set do_pan_and_scan to false", kind)
-    return MediaRules(spec, args.max_images, why if lacking else None, kind)
+    off = dict[str, str]()
+    for kind in spec.placeholders:
+        needed = (*_DECODERS[kind], "transformers", "httpcore2")
+        if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+            off[kind] = f"this server lacks {' and '.join(lacking)} to read media: install treeline-runtime[media]"
+    if any(map(_pans, sorted(model.directory.glob("*processor_config.json")))):
+        off.setdefault("image", "pan and scan is not supported: set do_pan_and_scan to false")
+    if "video" in spec.placeholders:
+        try:
+            read_settings(model.directory)
+        except ValueError as error:
+            off.setdefault("video", f"the model's video processor is not supported: {error}")
+    return MediaRules(spec, args.max_images, off)
 
 
 def _pans(settings: Path) -> bool:
@@ -379,9 +391,14 @@ def _media_reader(args: ServerArgs, model: ServedModel, rules: MediaRules) -> Me
     except ValueError as error:
         raise ServeError(f"--allowed-media-domains: {error}") from None
     outputs = files.MediaFiles()
-    limit = args.max_image_pixels if rules.kind == "image" else args.max_audio_seconds
-    processes = pool.MediaPool(str(model.directory.absolute()), rules.kind, limit, outputs)
-    return reading.MediaReader(rules, model.prompts.placeholders, processes, outputs, fetcher, args.media_timeout)
+    limits: dict[Kind, int] = {
+        "image": args.max_image_pixels,
+        "video": args.max_video_seconds,
+        "audio": args.max_audio_seconds,
+    }
+    known = {kind: most for kind, most in limits.items() if kind in rules.kinds}
+    processes = pool.MediaPool(str(model.directory.absolute()), known, outputs)
+    return reading.MediaReader(rules, model.prompts, processes, outputs, fetcher, args.media_timeout)
 
 
 def _tracing(model_name: str) -> Tracing | None:

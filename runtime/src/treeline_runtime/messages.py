@@ -132,6 +132,10 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the processor's output."""
     path: str
     """A file in shared memory with that output, float32. It stays while the request lives; others may read it, too."""
+    offset: int = 0
+    """Where the output begins in the file, in bytes."""
+    seconds: float = 1.0
+    """From a frame to the next."""
 
 
 class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):

@@ -233,6 +233,22 @@ def test_a_key_ends_before_a_video_of_a_model_that_reads_some() -> None:
     assert key.endswith(b"see ")
 
 
+@pytest.mark.parametrize("size", [3, 3000], ids=["tiny", "long"])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_a_native_key_ends_at_a_video(size: int, large: bool) -> None:
+    spec = MediaSpec({"image": PAD, "video": "<|video_pad|>"}, PROCESSOR)
+    registry, keyer = served(made=TokenizerBundle.build(bundle().tokenizer_json, chat_template=TEMPLATE, media=spec))
+    data, video = picture(1, size), WRITTEN.replace(PAD, "<|video_pad|>")
+    learnt(keyer, data)
+    for text, start, items in (
+        (f"see {WRITTEN} and {video}!", ids_of(f"see {WRITTEN} and <|vision_start|>", [item(data, COUNT)]), [data]),
+        (f"see {video} and {WRITTEN}", ids_of("see <|vision_start|>", []), [data]),
+        (f"see {video}", ids_of("see <|vision_start|>", []), []),
+    ):
+        body = {"text": text, "image_data": [*map(url, items)] or None, "video_data": url(picture(2, size))}
+        assert routed(registry, body, "/generate", large=large).key == KEYS.block_key(start), text
+
+
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_recordings_are_keyed_in_every_form(large: bool) -> None:
     spec = MediaSpec({"audio": PAD}, PROCESSOR)

@@ -15,6 +15,7 @@ LIMITS = {
     "items": 2,
     "imagePixels": 1000000,
     "audioSeconds": 60,
+    "videoSeconds": 30,
     "allowedDomains": ["images.example.org", "*.example.net"],
 }
 
@@ -26,7 +27,8 @@ def container(**engine: Any) -> dict[str, Any]:
 
 def test_the_engine_parses_the_flags() -> None:
     args = parse_args(container(media=LIMITS)["args"])
-    assert (args.max_images, args.max_image_pixels, args.max_audio_seconds) == (2, 1000000, 60)
+    assert (args.max_images, args.max_image_pixels) == (2, 1000000)
+    assert (args.max_audio_seconds, args.max_video_seconds) == (60, 30)
     assert args.allowed_media_domains == ("images.example.org", "*.example.net")
 
 

@@ -274,7 +274,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"text": [IMAGE, "x"], "image_data": [data_url(A)]}, "image_data"),
     ("/generate", {"text": IMAGE, "image_data": data_url(A), "return_logprob": True, "logprob_start_len": 0},
      "image_data"),
-    ("/generate", {"text": IMAGE, "video_data": data_url(A)}, "video_data"),
+    ("/generate", {"text": "<|video_pad|>", "video_data": data_url(A)}, "video_data"),
     ("/tokenize", chat(image_part(A)) | {"max_tokens": None}, PART),
     ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
      "input[0].content[0].file_id"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from msgspec.structs import replace
@@ -21,9 +22,9 @@ from treeline_runtime.server.jobs import GenerateTask
 from treeline_runtime.server.limits import ByteBudget, Limits, TooMuchInFlight
 from treeline_wire.media import MediaSpec, item_digest, item_ids
 
-SPEC = MediaSpec({"image": "<i>"}, "processor")
+SPEC = MediaSpec({"image": "<i>", "video": "<v>"}, "processor")
 LIMITS = Limits(100, 100)
-PLACEHOLDER = 7
+PLACEHOLDER, FRAMES = 7, 8
 
 
 class Asked:
@@ -32,6 +33,15 @@ class Asked:
     def __init__(self, client: str | None = None) -> None:
         self.client = client
         self.held: Any = None
+
+
+class FakePrompts:
+    """The tokens of a text: its characters, with placeholders."""
+
+    placeholders: ClassVar = {PLACEHOLDER: "image", FRAMES: "video"}
+
+    def ids_of(self, text: str) -> list[int]:
+        return [FRAMES if one == "\0" else ord(one) for one in text.replace("<v>", "\0")]
 
 
 class FakePool:
@@ -43,6 +53,7 @@ class FakePool:
         self.go = asyncio.Event()
         self.go.set()
         self.called = asyncio.Semaphore(0)
+        self.timing: dict[str, Any] = {}
 
     async def process(self, image: Image) -> None:
         self.decoded.append(image.data)
@@ -52,6 +63,8 @@ class FakePool:
             raise invalid(image.param, "it is broken")
         size = len(image.data)
         made = Stored(self.files.path_of(image.digest), size, size, (1, 2, 2 * size), (size,))
+        if image.kind == "video":
+            made = dataclasses.replace(made, size=4 * size, grid=(2, 2, size), shape=(size, 1), **self.timing)
         with self.files.writing(image.digest, made) as file:
             file.write(image.data)
 
@@ -71,7 +84,7 @@ class World:
         self.budget = ByteBudget(1000)
         pool: Any = self.pool
         fetcher: Any = FakeFetcher()
-        self.reader = MediaReader(MediaRules(SPEC, 8), {PLACEHOLDER: "image"}, pool, files, fetcher, timeout_s)
+        self.reader = MediaReader(MediaRules(SPEC, 8), FakePrompts(), pool, files, fetcher, timeout_s)
 
     async def read(
         self, asked: Any, *images: bytes | str, most: int | None = None, room: int = 50, namespace: str | None = None
@@ -116,6 +129,48 @@ async def test_a_prompt_gets_its_items(files: MediaFiles) -> None:
     assert [(item.start, item.count, item.digest) for item in made.items] == [(1, 2, digests[0]), (3, 3, digests[1])]
     assert contents(made) == [b"12", b"345"]
     assert world.budget.used == 0, "the bytes themselves are gone"
+
+
+def film(world: World, *sources: Source) -> GenerateTask:
+    ids = [1, *(PLACEHOLDER if source.kind == "image" else FRAMES for source in sources), 2]
+    prompt = GenerateReq("", ids, SamplingParams(max_new_tokens=50))
+    task = GenerateTask(rid="r", prompts=[prompt], batched=False, with_text=False)
+    return replace(task, media=[PromptMedia(sources, None)])
+
+
+def source(kind: Any, data: bytes) -> Source:
+    return Source(kind, "p", "", data, item_digest(kind, data, SPEC.fingerprint))
+
+
+async def test_a_video_is_one_item_with_the_seconds_of_a_frame(files: MediaFiles) -> None:
+    world = World(files)
+    world.pool.timing = {"seconds": 0.25}
+    task = film(world, source("video", b"123456"), source("image", b"12"))
+    made: Any = (await world.reader.read(task, Asked(), Limits(400, 400), world.budget)).prompts[0]
+    video, image = made.items
+    assert (video.kind, video.start, video.count, video.grid, video.seconds) == ("video", 1, 6, (2, 2, 6), 0.25)
+    assert (image.kind, image.start, image.count) == ("image", 7, 2)
+
+
+async def test_frames_that_stand_apart_are_items_behind_their_times(files: MediaFiles) -> None:
+    world = World(files)
+    world.pool.timing = {"times": (0.25, 11.0)}
+    task = film(world, source("video", b"123456"), source("image", b"12"), source("video", b"123456"))
+    made: Any = (await world.reader.read(task, Asked(), Limits(400, 400), world.budget)).prompts[0]
+    digest = item_digest("video", b"123456", SPEC.fingerprint)
+    names = [item_digest("video", digest + bytes([0, 0, 0, number]), SPEC.fingerprint) for number in range(2)]
+    shown = [(f"<{time} seconds><|vision_start|>", names[i]) for i, time in enumerate(("0.2", "11.0"))]
+    video = [id for text, name in shown for id in (*map(ord, text), *item_ids(name, 3), *map(ord, "<|vision_end|>"))]
+    picture = item_ids(item_digest("image", b"12", SPEC.fingerprint), 2)
+    assert made.input_ids == [1, *video, *picture, *video, 2]
+    assert [item.kind for item in made.items] == ["video", "video", "image", "video", "video"]
+    assert [item.digest for item in made.items if item.kind == "video"] == names * 2
+    first, second = made.items[:2]
+    assert [(one.grid, one.shape, one.offset) for one in (first, second)] == [((1, 2, 6), (3, 1), at) for at in (0, 12)]
+    assert first.path == second.path
+    assert all(
+        made.input_ids[item.start : item.start + item.count] == item_ids(item.digest, item.count) for item in made.items
+    )
 
 
 async def test_files_stay_until_the_request_ends(files: MediaFiles) -> None:
@@ -221,7 +276,7 @@ async def test_images_leave_less_of_the_context(files: MediaFiles) -> None:
 
 async def test_the_client_with_most_images_is_refused_first(files: MediaFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MAX_WAITING", 4)
-    pool = MediaPool("/nowhere", "image", 1, files)  # not started: everything waits
+    pool = MediaPool("/nowhere", {"image": 1}, files)  # not started: everything waits
     greedy = [asyncio.create_task(pool.process(Image(b"%d" % i, b"x", "p", 9, "a"))) for i in range(4)]
     await asyncio.sleep(0)
     modest = asyncio.create_task(pool.process(Image(b"m", b"x", "p", 9, "b")))

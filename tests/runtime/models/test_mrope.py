@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.runtime_media import Grid, Prompt
 from treeline_runtime.models.model_config import MRopeConfig
 from treeline_runtime.models.mrope import MRope
@@ -36,14 +37,14 @@ def mrope(step: int) -> MRope:
     return MRope(MRopeConfig((0, 0, 1, 1, 1, 2, 2, 2), 2, step), *(table[None] for table in rope))
 
 
-def theirs(family: str, prompt: Prompt) -> tuple[torch.Tensor, int]:
+def theirs(family: str, prompt: Prompt, **more: Any) -> tuple[torch.Tensor, int]:
     found = prompt.for_transformers()
     model = THEIRS[family]
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=STEP)
     stand_in = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     stand_in.get_vision_position_ids = model.get_vision_position_ids.__get__(stand_in)
     grids = {name: found.get(name) for name in ("image_grid_thw", "video_grid_thw")}
-    positions, delta = model.get_rope_index(stand_in, found["input_ids"], found["mm_token_type_ids"], **grids)
+    positions, delta = model.get_rope_index(stand_in, found["input_ids"], found["mm_token_type_ids"], **grids, **more)
     return positions[:, 0], int(delta)
 
 
@@ -90,6 +91,27 @@ def test_text_continues_behind_an_item_and_no_position_is_above_its_index(parts:
     assert (positions[:, is_text] == positions[0, is_text]).all()
     last = max((item.start + item.count for item, _ in prompt.items), default=0)
     assert (positions[:, last:] == np.arange(last, length) + delta).all()
+
+
+@given(
+    frames=st.integers(1, 30),
+    seconds=st.floats(1 / 64, 3, width=32),
+    sides=st.tuples(SIDES, SIDES),
+    before=st.integers(0, 3),
+)
+def test_frames_are_as_far_apart_as_their_time_says(
+    frames: int, seconds: float, sides: tuple[int, int], before: int
+) -> None:
+    grid = (frames, *sides)
+    assume((frames - 1) * STEP * seconds < max(sides) // 2)
+    prompt = Prompt(2, *[("image", (1, 4, 4))] * before, ("video", grid), 5)
+    *_, (video, _) = prompt.items
+    items = [*(item for item, _ in prompt.items[:-1]), replace(video, seconds=seconds)]
+    positions, delta = mrope(STEP).positions(len(prompt.ids), items)
+    expected = theirs("Qwen2_5_VL", prompt, second_per_grid_ts=torch.tensor([seconds]))
+    np.testing.assert_array_equal(positions, expected[0])
+    assert delta == expected[1]
+    assert (positions.max(axis=0) <= np.arange(len(prompt.ids))).all()
 
 
 def test_a_video_of_tiny_frames_has_them_closer_together() -> None:

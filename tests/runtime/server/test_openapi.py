@@ -166,7 +166,7 @@ SAID: list[tuple[str, Schema]] = [
     ("/generate", TEXT | {"sampling_params": {"temperature": -1}}),
     ("/generate", TEXT | {"sampling_params": 5}),
     ("/generate", TEXT | {"rid": ""}),
-    ("/generate", TEXT | {"video_data": "x"}),
+    ("/generate", TEXT | {"audio_data": "x"}),
     ("/tokenize", {"prompt": ["a", "b"], "add_special_tokens": False}),
     ("/tokenize", {"messages": HELLO["messages"], "add_generation_prompt": True}),
     ("/tokenize", {"prompt": 5}),

@@ -78,7 +78,10 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
     if tokens is not None and summary.cut is not None:
         tokens = tokens * summary.cut_bytes // summary.cut_read
     images = _MANY_IMAGES if "image_data" in summary.left_out else body.get("image_data")
-    return keyed(prompts[0], keyer, tokens, () if images is None else contents_of(images))
+    contents = [] if images is None else contents_of(images)
+    if "video_data" in summary.left_out or body.get("video_data") is not None:
+        contents.append(Content("", b""))  # how many tokens a video has, and where, only its processor knows
+    return keyed(prompts[0], keyer, tokens, contents)
 
 
 def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, contents: Sequence[Content] = ()) -> KeyedPrompt:

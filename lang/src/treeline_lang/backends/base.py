@@ -61,7 +61,7 @@ class Backend(ABC):
     """All `async` methods run on the loop of `treeline_lang.background`, many at a time; they raise BackendError,
     Unsupported and TemplateError. A backend keeps no state of a program, so runs are independent."""
 
-    reads_images = False
+    reads_images = reads_videos = False
     takes_hints = False
     """Whether `warm` makes later requests with the same beginning faster."""
     chats = False
@@ -76,6 +76,11 @@ class Backend(ABC):
     async def template(self) -> ChatTemplate:
         """The chat template of the model. Called before a program's first request."""
         return TEMPLATES["plain"]
+
+    async def item_text(self, kind: str) -> str:
+        """The text that stands for an image or video in a prompt; "" where these are parts of turns. Raises
+        Unsupported."""
+        return ""
 
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:

@@ -68,7 +68,7 @@ class OpenAI(Backend):
         url = url or os.environ.get("OPENAI_BASE_URL") or URL
         self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
         self._model = model
-        self.chats = self.reads_images = not completions
+        self.chats = self.reads_images = self.reads_videos = not completions
         template = named(chat_template) or TEMPLATES["plain"]
         self._template = template if completions else replace(template, stop=())
         if dialect is not None and dialect not in DIALECTS:

@@ -14,7 +14,7 @@ from treeline_wire.headers import FORK, SESSION_ID
 from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.backends.http import HttpClient, given_up, read
-from treeline_lang.choices import TokenLogprob
+from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.errors import BackendError, Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
@@ -27,6 +27,7 @@ _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 class RuntimeEndpoint(Backend):
     """A runtime behind a URL, or a gateway in front of many."""
 
+    reads_images = reads_videos = True
     takes_hints = True
     tells_tokens = True
 
@@ -48,11 +49,12 @@ class RuntimeEndpoint(Backend):
         self._model = {} if model is None else {"model": model}
         self._template: ChatTemplate | None = named(chat_template)
         self._deriving: asyncio.Task[ChatTemplate] | None = None
+        self._item_texts: dict[str, str] | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
-        answer = await self._post(self._body(prompt.text, sampling), call)
+        answer = await self._post(self._body(prompt, sampling), call)
         completions = [_completion(one) for one in (answer if isinstance(answer, list) else [answer])]
         if len(completions) != (sampling.n or 1):
             raise BackendError(
@@ -61,7 +63,7 @@ class RuntimeEndpoint(Backend):
         return completions
 
     async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        body = {**self._body(prompt.text, sampling), "stream": True}
+        body = {**self._body(prompt, sampling), "stream": True}
         ended = False
         async with aclosing(self._http.events("/generate", body, self._headers(call))) as events:
             async for data in events:
@@ -74,16 +76,29 @@ class RuntimeEndpoint(Backend):
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
-        body = {"text": prompt.text, "sampling_params": _NOTHING} | self._model
+        body = {**_shown(prompt), "sampling_params": _NOTHING} | self._model
         headers = self._headers(call) | ({FORK: str(children)} if children > 1 else {})
         await self._http.post("/generate", body, headers)
 
-    def _body(self, text: str, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         constraints = sampling.given(("regex", "json_schema", "n"))
-        body = {"text": text, "sampling_params": sampling.native() | constraints}
+        body = {**_shown(prompt), "sampling_params": sampling.native() | constraints}
         return body | sampling.given(_TOP_LEVEL)
 
+    async def item_text(self, kind: str) -> str:
+        if self._item_texts is None:
+            self._item_texts = (await self._about("/get_model_info")).get("placeholders") or {}
+        with read(self._item_texts, "one of /get_model_info"):
+            if text := self._item_texts.get(kind):
+                return str(text)
+        raise Unsupported(f"the model behind this RuntimeEndpoint reads only text, no {kind}s")
+
     # ---- choosing -----------------------------------------------------------------------------------------------
+
+    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
+        if prompt.all_images:
+            raise Unsupported("log probabilities of a prompt with images are unknown: choose with gen(regex=…)")
+        return await super().select(prompt, choices, method, call)
 
     async def count(self, text: str, call: Call) -> int:
         answer = await self._post({"text": text, "sampling_params": _NOTHING}, call)
@@ -187,6 +202,15 @@ class RuntimeEndpoint(Backend):
 
     async def aclose(self) -> None:
         await self._http.close()
+
+
+def _shown(prompt: Prompt) -> dict[str, Any]:
+    """A prompt's members of a body."""
+    body: dict[str, Any] = {"text": prompt.text}
+    for kind in ("image", "video"):
+        if urls := [part[name]["url"] for part in prompt.all_images if (name := f"{kind}_url") in part]:
+            body[f"{kind}_data"] = urls
+    return body
 
 
 def _completion(answer: Any) -> Completion:

@@ -112,7 +112,9 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
 """Flags that the operator sets and that `args` must not override, each with its field: otherwise pods would listen
 elsewhere, or differ from the field."""
 LORA_FLAGS: Final = ("--lora-root", "--max-loras", "--max-lora-rank", "--admin-host", "--admin-port")
-MEDIA_FLAGS: Final = ("--max-images", "--max-image-pixels", "--max-audio-seconds", "--allowed-media-domains")
+MEDIA_FLAGS: Final = (
+    *("--max-images", "--max-image-pixels", "--max-audio-seconds", "--max-video-seconds", "--allowed-media-domains"),
+)
 ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
 TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
 
@@ -242,14 +244,16 @@ Domain = Annotated[
 
 
 class Media(Part):
-    """Limits of images and recordings in requests, for models that read them; the runtime has the defaults."""
+    """Limits of images, videos and recordings in requests, for models that read them; the runtime has the defaults."""
 
     items: Annotated[StrictInt, Field(ge=0, le=256)] | None = None
-    """Most images, or recordings, of a request."""
+    """Most images, videos and recordings of a request."""
     image_pixels: Annotated[StrictInt, Field(ge=1)] | None = None
-    """Most pixels of an image."""
+    """Most pixels of an image, or of a video's frame."""
     audio_seconds: Annotated[StrictInt, Field(ge=1)] | None = None
     """The longest recording."""
+    video_seconds: Annotated[StrictInt, Field(ge=1)] | None = None
+    """The longest video."""
     allowed_domains: Annotated[tuple[Domain, ...], Field(max_length=64, json_schema_extra=SET)] = ()
     """Where images may be fetched from by https, as `images.example.org` or `*.example.org`; default: nowhere. Opens
     port 443 of the pods' egress."""

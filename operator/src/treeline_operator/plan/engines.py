@@ -187,7 +187,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
 def _media(own: Media | None) -> Iterator[str]:
     if own is None:
         return
-    limits = zip(MEDIA_FLAGS, (own.items, own.image_pixels, own.audio_seconds), strict=False)
+    limits = zip(MEDIA_FLAGS, (own.items, own.image_pixels, own.audio_seconds, own.video_seconds), strict=False)
     yield from (f"{flag}={limit}" for flag, limit in limits if limit is not None)
     if own.allowed_domains:
         yield from (MEDIA_FLAGS[-1], *own.allowed_domains)

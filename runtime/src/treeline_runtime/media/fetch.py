@@ -28,7 +28,7 @@ MAX_PER_CLIENT: Final = 16
 MAX_AT_ONCE: Final = 128
 """as all beyond this number do."""
 _HEADERS: Final[Sequence[tuple[str, str]]] = (
-    ("accept", "image/*"),
+    ("accept", "image/*, video/*, audio/*"),
     ("accept-encoding", "identity"),
     ("connection", "close"),
     ("user-agent", "treeline"),

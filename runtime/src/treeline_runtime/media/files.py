@@ -33,6 +33,9 @@ class Stored:
     count: int
     grid: tuple[int, int, int]
     shape: tuple[int, ...]
+    seconds: float = 1.0
+    times: tuple[float, ...] = ()
+    """As in `Made`."""
     uses: int = 0
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
+from treeline_wire.media import Kind
 
 from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.pool import ConfinedPool, PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Vanished
 from treeline_runtime.media.files import FullError, MediaFiles, Stored
-from treeline_runtime.media.protocol import MOST, Made, Unreadable
+from treeline_runtime.media.protocol import HEAD, KINDS, Made, Unreadable
 from treeline_runtime.server.errors import ApiError, invalid, overloaded, rate_limited
 from treeline_runtime.turns import ClientSeconds, Turns
 
@@ -56,6 +59,7 @@ class Image:
     most: int
     """The most tokens that it may take."""
     client: str | None = None
+    kind: Kind = "image"
     retried: bool = False
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -63,13 +67,14 @@ class Image:
 class MediaPool:
     """`start`, any number of `process`, then `stop`; all in one event loop."""
 
-    def __init__(self, folder: str, kind: str, limit: int, files: MediaFiles) -> None:
-        """folder: of the model. limit: the most pixels of an image, or seconds of a recording (kind audio)."""
+    def __init__(self, folder: str, limits: Mapping[Kind, int], files: MediaFiles) -> None:
+        """folder: of the model. limits: of each kind that is read, the most pixels of an image, or seconds. Frames of
+        videos may have as many pixels as images."""
         self._files = files
         self._turns = Turns[Image](MAX_WAITING)
         self._seconds = ClientSeconds(CLIENT_S, CLIENT_S_BACK)
         self._wake = asyncio.Event()
-        self._processes = ConfinedPool(partial(_Process, folder, kind, limit))
+        self._processes = ConfinedPool(partial(_Process, folder, json.dumps(limits)))
         self._lanes: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -169,10 +174,9 @@ class MediaPool:
 class _Process(ConfinedProcess):
     """Decodes one image at a time. Raises OSError if it cannot be started."""
 
-    def __init__(self, folder: str, kind: str, limit: int) -> None:
+    def __init__(self, folder: str, most: str) -> None:
         limits = ProcessLimits(SECONDS, MEMORY_BYTES, threads=True)
-        arguments = (folder, kind, str(limit))
-        super().__init__("treeline_runtime.media.worker", limits, logs=True, arguments=arguments)
+        super().__init__("treeline_runtime.media.worker", limits, logs=True, arguments=(folder, most))
 
     def wait_ready(self, seconds: float = START_S) -> None:
         super().wait_ready(seconds)
@@ -180,15 +184,19 @@ class _Process(ConfinedProcess):
     def decode(self, image: Image, files: MediaFiles) -> ApiError | None:
         """Writes an image's output into the files, or returns why not. Raises Killed."""
         try:
-            answer = _decode(self.ask(MOST.pack(image.most), image.data))
+            answer = _decode(self.ask(HEAD.pack(KINDS.index(image.kind), image.most), image.data))
         except msgspec.MsgspecError:
             raise Killed("it answered nonsense") from None
         if isinstance(answer, Unreadable):
             return invalid(image.param, answer.why)
         if not 0 < answer.count <= image.most or min(*answer.grid, *answer.shape) < 1:
             raise Killed("it answered nonsense")
+        if not 0 < answer.seconds < 1e6 or len(answer.times) not in (0, answer.grid[0]):
+            raise Killed("it answered nonsense")
         size = 4 * math.prod(answer.shape)
-        made = Stored(files.path_of(image.digest), size, answer.count, answer.grid, answer.shape)
+        made = Stored(
+            files.path_of(image.digest), size, answer.count, answer.grid, answer.shape, answer.seconds, answer.times
+        )
         if size > files.most:
             return ApiError(
                 413,

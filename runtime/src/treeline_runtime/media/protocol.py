@@ -1,4 +1,4 @@
-"""What a process that decodes images is asked and answers; without its imports, which take seconds."""
+"""What a process that decodes media is asked and answers; without its imports, which take seconds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import struct
 from typing import Final
 
 import msgspec
+from treeline_wire.media import Kind
 
 PIECE_BYTES: Final = 8 << 20
-MOST: Final = struct.Struct(">I")
-"""Precedes an image: the most tokens that it may take."""
+HEAD: Final = struct.Struct(">BI")
+"""Precedes an item: its kind's place in `KINDS`, and the most tokens that it may take."""
+KINDS: Final[tuple[Kind, ...]] = ("image", "video", "audio")
 
 
 class Made(msgspec.Struct, tag=True):
@@ -18,6 +20,10 @@ class Made(msgspec.Struct, tag=True):
     count: int
     grid: tuple[int, int, int]
     shape: tuple[int, ...]
+    seconds: float = 1.0
+    """Of a video: from a frame of the grid to the next."""
+    times: tuple[float, ...] = ()
+    """Of a video whose frames stand apart: the second of each."""
 
 
 class Unreadable(msgspec.Struct, tag=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from treeline_runtime.server.errors import invalid, overloaded, unsupported
 from treeline_runtime.server.http import ApiRequest
 from treeline_runtime.server.jobs import ChatTask, Generations
 from treeline_runtime.server.limits import ByteBudget, Limits, Reservation
+from treeline_runtime.server.prompts import Prompts
 
 TaskT = TypeVar("TaskT", bound=Generations)
 
@@ -47,16 +49,16 @@ class MediaReader:
     def __init__(
         self,
         rules: MediaRules,
-        placeholders: dict[int, str],
+        prompts: Prompts,
         pool: MediaPool,
         files: MediaFiles,
         fetcher: Fetcher | None,
         timeout_s: float,
     ) -> None:
-        """placeholders: token id → kind. fetcher: None: images come in bodies alone. timeout_s: for all images of a
+        """prompts: of the model. fetcher: None: images come in bodies alone. timeout_s: for all images of a
         request."""
         self._rules = rules
-        self._placeholders = placeholders
+        self._prompts = prompts
         self._pool = pool
         self._files = files
         self._fetcher = fetcher
@@ -120,7 +122,7 @@ class MediaReader:
         name = private_digest(digest, namespace)
         stored = held.hold(name)
         if stored is None:
-            await self._decoded(Image(name, data, source.param, most, client))
+            await self._decoded(Image(name, data, source.param, most, client, source.kind))
             stored = held.hold(name)
         if stored is None:  # others' images have taken its place at once
             raise overloaded("The memory for images of requests is in use; try again")
@@ -154,8 +156,10 @@ class MediaReader:
         self, prompt: GenerateReq, media: PromptMedia, found: Sequence[tuple[Source, bytes, Stored]], limits: Limits
     ) -> GenerateReq:
         """Raises ApiError 400 if the images leave too little of the context."""
-        items = [Item(source.kind, digest, stored.count) for source, digest, stored in found]
-        ids, starts = with_items(prompt.input_ids, self._placeholders, items)
+        given = [item for one in found for item in _items(*one, self._rules.spec.fingerprint)]
+        ids = self._with_times(prompt.input_ids, [stored for source, _, stored in found if source.kind == "video"])
+        items = [Item(item.kind, item.digest, item.count) for item in given]
+        ids, starts = with_items(ids, self._prompts.placeholders, items)
         param = found[0][0].param if found else "messages"
         asked = media.max_new_tokens
         most = limits.max_new_tokens(len(ids), asked, None, param)
@@ -164,7 +168,34 @@ class MediaReader:
             input_ids=ids,
             sampling=replace(prompt.sampling, max_new_tokens=min(most, prompt.sampling.max_new_tokens)),
             items=tuple(
-                MediaItem(source.kind, start, stored.count, digest, stored.grid, stored.shape, stored.path)
-                for start, (source, digest, stored) in sorted(zip(starts, found, strict=True), key=lambda one: one[0])
+                replace(item, start=start)
+                for start, item in sorted(zip(starts, given, strict=True), key=lambda one: one[0])
             ),
         )
+
+    def _with_times(self, ids: list[int], videos: Sequence[Stored]) -> list[int]:
+        """The ids of a prompt in which the placeholder of a video whose frames stand apart became one for each frame,
+        behind its time."""
+        waiting, made = iter(videos), list[int]()
+        for token in ids:
+            times = next(waiting).times if videos and self._prompts.placeholders.get(token) == "video" else ()
+            shown = f"<|vision_start|>{self._rules.spec.placeholders['video']}<|vision_end|>" if times else ""
+            text = "".join(f"<{time:.1f} seconds>{shown}" for time in times)
+            made += self._prompts.ids_of(text) if times else [token]
+        return made
+
+
+def _items(source: Source, digest: bytes, stored: Stored, processor: str) -> Iterator[MediaItem]:
+    """The items of a prompt, without their places, that a part of a message is: frames that stand apart are one each,
+    known by the video and their number."""
+    if not stored.times:
+        yield MediaItem(
+            source.kind, 0, stored.count, digest, stored.grid, stored.shape, stored.path, seconds=stored.seconds
+        )
+        return
+    frames = len(stored.times)
+    grid, shape = (1, *stored.grid[1:]), (stored.shape[0] // frames, *stored.shape[1:])
+    for number in range(frames):
+        name = item_digest(source.kind, digest + number.to_bytes(4, "big"), processor)
+        offset = number * 4 * math.prod(shape)
+        yield MediaItem(source.kind, 0, stored.count // frames, name, grid, shape, stored.path, offset)

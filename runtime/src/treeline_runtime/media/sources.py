@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -15,6 +15,9 @@ from treeline_runtime.messages import GenerateReq
 from treeline_runtime.server.errors import invalid, unsupported, wrong
 from treeline_runtime.server.fields import MEDIA_SETTINGS, is_neutral
 
+if TYPE_CHECKING:
+    from treeline_runtime.server.native_fields import GenerateBody
+
 
 class MediaRules(msgspec.Struct, frozen=True):
     """What requests to a model that reads images may have."""
@@ -22,10 +25,13 @@ class MediaRules(msgspec.Struct, frozen=True):
     spec: MediaSpec
     most: int
     """Items of a request."""
-    off: str | None = None
-    """Why images cannot be read here; None: they can."""
-    kind: Literal["image", "audio"] = "image"
-    """What the model's processor reads."""
+    off: dict[str, str] = {}
+    """Why items of a kind cannot be read here, though the model could."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is read."""
+        return [kind for kind in self.spec.placeholders if kind not in self.off]
 
 
 class Source(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,10 +63,9 @@ def read_sources(
         return [() for _ in media]
     if rules is None:
         raise unsupported(every[0].param, "this model reads texts only")
-    if rules.off is not None:
-        raise unsupported(every[0].param, rules.off)
-    if (other := next((part for part in every if part.kind != rules.kind), None)) is not None:
-        raise unsupported(other.param, f"this model reads texts and items of kind {rules.kind!r}")
+    if (other := next((part for part in every if part.kind not in rules.kinds), None)) is not None:
+        kinds = " and ".join(map(repr, rules.kinds))
+        raise unsupported(other.param, rules.off.get(other.kind, f"this model reads texts and items of kind {kinds}"))
     if len(every) > rules.most:
         raise wrong(every[0].param, f"The request has {len(every)} items, more than {rules.most} (--max-images)")
     for name in MEDIA_SETTINGS:
@@ -81,22 +86,29 @@ def _source(part: MediaPart, spec: MediaSpec, bare: bool) -> Source:
     return Source(part.kind, part.param, "", data, item_digest(part.kind, data, spec.fingerprint))
 
 
-def parts_of_native(value: Any, prompts: int, batched: bool) -> list[tuple[MediaPart, ...]]:
-    """The parts of `image_data` for each prompt. Raises ApiError 400."""
+def parts_of_native(body: GenerateBody, prompts: int, batched: bool) -> list[tuple[MediaPart, ...]]:
+    """The parts of `image_data` and `video_data` for each prompt. Raises ApiError 400."""
+    images = _of_each("image", body.image_data, prompts, batched)
+    videos = _of_each("video", body.video_data, prompts, batched)
+    return [(*both[0], *both[1]) for both in zip(images, videos, strict=True)]
+
+
+def _of_each(kind: Kind, value: Any, prompts: int, batched: bool) -> list[tuple[MediaPart, ...]]:
+    name = f"{kind}_data"
     if value is None:
         return [()] * prompts
     if not batched:
-        return [_parts(value, "image_data")]
+        return [_parts(kind, value, name)]
     if not isinstance(value, list) or len(value) != prompts:
-        raise invalid("image_data", f"expected a list with the images of each of the {prompts} prompts")
-    return [_parts(one, f"image_data[{i}]") for i, one in enumerate(value)]
+        raise invalid(name, f"expected a list with the {kind}s of each of the {prompts} prompts")
+    return [_parts(kind, one, f"{name}[{i}]") for i, one in enumerate(value)]
 
 
-def _parts(value: Any, where: str) -> tuple[MediaPart, ...]:
+def _parts(kind: Kind, value: Any, where: str) -> tuple[MediaPart, ...]:
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, str) for one in listed):
-        raise invalid(where, "expected URLs or base64 of images; what a processor made is not taken")
-    return tuple(MediaPart("image", where, one) for one in listed)
+        raise invalid(where, f"expected URLs or base64 of {kind}s; what a processor made is not taken")
+    return tuple(MediaPart(kind, where, one) for one in listed)
 
 
 def checked(media: Sequence[PromptMedia], requests: Sequence[GenerateReq]) -> list[PromptMedia]:

@@ -31,14 +31,14 @@ def positions_of(config: MRopeConfig, length: int, items: Sequence[MediaItem]) -
         found[:, index : item.start] = np.arange(position, position + before)
         position += before
         frames, rows, columns = item.grid[0], item.grid[1] // config.merge, item.grid[2] // config.merge
-        # A frame is taken for a second, as it has two pictures and processors take two a second. Frames of very few
-        # tokens are put closer together than they were trained, so that no position is above its index.
-        step = min(config.frame_step, rows * columns)
+        # Frames of very few tokens are put closer together than they were trained, so that no position is above its
+        # index. A step is a fraction of 32 bits, as for transformers.
+        step = min(config.frame_step * np.float32(item.seconds), np.float32(rows * columns))
         places = np.indices((frames, rows, columns)).reshape(3, -1)
-        places[0] *= step
+        places[0] = places[0].astype(np.float32) * step
         index = item.start + item.count
         found[:, item.start : index] = position + places
-        position += max((frames - 1) * step + 1, rows, columns)
+        position += max(int(np.float32(frames - 1) * step) + 1, rows, columns)
     found[:, index:] = np.arange(position, position + length - index)
     return found, position - index
 

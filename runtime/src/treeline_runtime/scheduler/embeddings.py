@@ -6,6 +6,7 @@ the least recently used ones go, and no request needs to hold any.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class Embeddings:
         return parts, encoded
 
     def _read(self, item: MediaItem) -> torch.Tensor:
-        data = np.fromfile(item.path, dtype="<f4")
+        data = np.fromfile(item.path, dtype="<f4", count=math.prod(item.shape), offset=item.offset)
         try:
             return upload(data.reshape(item.shape), self._device)
         except ValueError:

@@ -75,7 +75,6 @@ INERT_ANSWER_FIELDS = INERT_MESSAGE_FIELDS | {
 INERT_RESULT_FIELDS = INERT_MESSAGE_FIELDS | {"tool_call_id", "name"}
 """The call that a `role: tool` message answers: templates without a place for it use the order."""
 PART_FIELDS = frozenset({"type", "text"})
-IMAGE_FIELDS = frozenset({"type", "image_url", "detail"})
 INERT_PART_FIELDS = frozenset({"cache_control"})
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -198,14 +197,15 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
 
 
 def _check_part(part: Mapping[str, Any], where: str) -> None:
-    if "image_url" in part and part.get("type", "image_url") == "image_url":
+    name = next((name for name in ("image_url", "video_url") if name in part and part.get("type", name) == name), None)
+    if name is not None:
         known = part
         if "uuid" in part:  # vLLM's name of an image, whose bytes name it here
             ignore(f"{where}uuid")
             known = {name: value for name, value in part.items() if name != "uuid"}
-        check_unknown(known, IMAGE_FIELDS, harmless=INERT_PART_FIELDS, where=where)
-        if isinstance(part["image_url"], dict):
-            check_unknown(part["image_url"], {"url", "detail"}, harmless=(), where=f"{where}image_url.")
+        check_unknown(known, {"type", name, "detail"}, harmless=INERT_PART_FIELDS, where=where)
+        if isinstance(part[name], dict):
+            check_unknown(part[name], {"url", "detail"}, harmless=(), where=f"{where}{name}.")
     elif part.get("type", "text") == "text":
         check_unknown(part, PART_FIELDS, harmless=INERT_PART_FIELDS, where=where)
 

@@ -75,6 +75,8 @@ class GenerateBody(Body, frozen=True):
     input_ids: list[Any] | None = None
     image_data: str | list[Any] | None = None
     """URLs or base64: of one prompt, or a list with those of each. The text has the model's placeholder for each."""
+    video_data: str | list[Any] | None = None
+    """The same of videos."""
     sampling_params: dict[str, Any] | list[Any] | None = None
     cache_salt: openai.Salt = None
     extra_key: openai.Salt = None

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response, Security
-from treeline_wire.media import Kind
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.download import repository
@@ -262,9 +261,9 @@ class Probes:
         adapters = (name for name, digest in state.adapters.items() if digest and name not in lost)
         return [self._model(), *map(self._model, adapters)]
 
-    def _reads(self, kind: Kind) -> bool:
+    def _reads(self, kind: str) -> bool:
         service = self._service
-        return service.media is not None and service.rules is not None and service.rules.kind == kind
+        return service.media is not None and service.rules is not None and kind in service.rules.kinds
 
     @property
     def model_type(self) -> str:
@@ -309,7 +308,11 @@ class Probes:
                 "tool_call_parser": self._service.formats.tools,
                 "disaggregation_mode": "null",
                 "has_image_understanding": self._reads("image"),
+                "has_video_understanding": self._reads("video"),
                 "has_audio_understanding": self._reads("audio"),
+                "placeholders": {
+                    kind: text for kind, text in self._service.prompts.in_texts.items() if self._reads(kind)
+                },
                 "model_type": info.model_config.get("model_type"),
                 "architectures": info.model_config.get("architectures"),
             }

@@ -88,6 +88,9 @@ END_TOKENS = 64
 
 logger = logging.getLogger(__name__)
 
+_MARK = "\u2047 is it"
+"""A text that no template has."""
+
 
 class Prompts:
     """Raises ApiError 400 for wrong requests."""
@@ -168,6 +171,27 @@ class Prompts:
         if body.get("documents") and "documents" not in names:
             ignore("documents")
         return self._rendered(body, limits, "messages", namespace, template)
+
+    @functools.cached_property
+    def in_texts(self) -> dict[str, str]:
+        """What the chat template writes for an item of each kind, which a prompt without messages has too; where that
+        can be told."""
+        made = dict[str, str]()
+        for kind in self.placeholders.values() if self._template is not None else ():
+            try:
+                before, mark, after = self._text_of().partition(_MARK)
+                shown = self._text_of({f"{kind}_url": "data:"})
+            except (PromptError, TemplateError):
+                continue
+            text = shown.removeprefix(before).removesuffix(mark + after)
+            if text and shown == before + text + mark + after:
+                made[kind] = text
+        return made
+
+    def _text_of(self, *parts: dict[str, Any]) -> str:
+        assert self._template is not None
+        said = [*parts, {"type": "text", "text": _MARK}]
+        return prompt_of_chat({"messages": [{"role": "user", "content": said}]}, self._template).text or ""
 
     def _template_of(self, _namespace: str | None, source: str) -> tuple[ChatTemplate, Set[str]]:
         """A request's own template and the names it reads, cached per isolated client."""

@@ -165,7 +165,7 @@ class Reader(openai.ModelFacts):
     def _transcription(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.TranscriptTask:
         body = transcription_fields.TranscriptionBody.read(raw)
         self.check_model(body.model)
-        if self.media is None or self.media.kind != "audio":
+        if self.media is None or "audio" not in self.media.kinds:
             raise unsupported("file", "this model reads no recordings")
         reader, chat = ApiReader(self, raw, limits, caller), transcription_fields.chat_of(body)
         task = reader.task_of(chat, "file", transcription_fields, body.stream)
@@ -216,7 +216,7 @@ class Reader(openai.ModelFacts):
         if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
             raise wrong("input_ids", "'input_ids' holds token ids, not text")
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
-        media = parts_of_native(body.image_data, len(prompts), batched)
+        media = parts_of_native(body, len(prompts), batched)
         prompts = [replace(prompt, media=parts) for prompt, parts in zip(prompts, media, strict=True)]
         sources = read_sources(raw, media, self.media, bare=True)
         return self.prompts.of_prompts(prompts, limits, name, namespace), sources, batched

@@ -1,4 +1,4 @@
-"""Images and recordings among the parts of messages: which parts they are, and where their bytes are."""
+"""Images, videos and recordings among the parts of messages: which parts they are, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from msgspec import Struct
 from ..errors import PromptError
 from ..media import Kind
 
-_KINDS: Final[Mapping[str, Kind]] = {"image_url": "image", "audio_url": "audio", "input_audio": "audio"}
+_KINDS: Final[Mapping[str, Kind]] = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
 """Types of parts, which are also the names of their members, and the kinds of items that they are."""
 _REMOTE: Final = ("https://", "http://")
 
