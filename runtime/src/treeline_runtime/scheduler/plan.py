@@ -142,11 +142,13 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
         cuts = (int(np.abs(bounds - self.num_tokens * i / count).argmin()) for i in range(count + 1))
         return list(pairwise(sorted(set(cuts))))
 
-    @cached_property
+    @property
     def sampled_at(self) -> list[int]:
         """The position of each sampled token."""
-        if not self.drafts:
-            return [self.ends[i] for i in self.sampling]
+        return self._guessed_at if self.drafts else [self.ends[i] for i in self.sampling]
+
+    @cached_property
+    def _guessed_at(self) -> list[int]:
         found, last, at = list[int](), -1, 0
         for i in self.sampling:
             at = at + 1 if i == last else self.ends[i] - len(self.drafts.get(i, ()))
@@ -154,7 +156,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
             found.append(at)
         return found
 
-    @cached_property
+    @property
     def lasts(self) -> list[int]:
         """The index among all tokens of the step of the one before each sampled token."""
         at = zip(self.sampling, self.sampled_at, strict=True)
