@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support.adapters import ATTENTION, shapes_of, write_adapter
 from support.runtime_engine import write_config
 from treeline_runtime.config import ConfigError, EngineConfig
@@ -196,7 +196,10 @@ def test_adapters_are_added_to_what_fp8_products_give(tmp_path: Path) -> None:
 def test_names_may_be_those_of_any_layout_of_checkpoints(place: str, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, SHAPES)
     tensors = load_file(folder / WEIGHTS)
-    save_file({name.replace("_model.model.model.", f"_model.model.{place}"): one for name, one in tensors.items()}, folder / WEIGHTS)
+    save_file(
+        {name.replace("_model.model.model.", f"_model.model.{place}"): one for name, one in tensors.items()},
+        folder / WEIGHTS,
+    )
     assert read(folder).parts.keys() == {QKV.name, DOWN.name}
 
 
