@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from treeline_runtime.attention import Layout
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.kvcache import KVPool
@@ -82,6 +84,33 @@ def test_a_span_is_seen_as_a_whole(sequences: list[Sequence_]) -> None:
 def test_a_span_may_cross_the_blocks_in_which_queries_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treeline_runtime.attention.torch_sdpa.QUERY_BLOCK", 4)
     check([(6, 30, [(1, 12), (13, 29)]), (0, 9, [(2, 9)])])
+
+
+class Ops(TorchDispatchMode):
+    """Names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_as_large_as_a_mask_comes_from_the_cpu() -> None:
+    device = torch.device("meta")
+    pool = KVPool(
+        num_layers=1, num_pages=4, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=device
+    )
+    backend = TorchSDPA(pool, HEADS, Scoring(windows=(None,)))
+    q, k, v = (torch.empty(600, heads, DIM, device=device) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    layout = Layout([600], [600], torch.empty(1, 150, device=device), torch.empty(1, device=device), spans=[(9, 400)])
+    plan = backend.plan(layout)
+    with Ops() as ops:
+        backend.forward(0, q, k, v, plan)
+    assert any("softmax" in name for name in ops.names)
+    assert not [name for name in ops.names if "_to_copy" in name]
 
 
 @pytest.mark.parametrize("seed", range(30))

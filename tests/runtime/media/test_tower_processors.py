@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.media import Decoder, encoded, image_part, output, pixels, text_part
 from support.tower_media import make_checkpoint
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
@@ -52,6 +53,22 @@ def test_pictures_are_those_of_the_processor(made: Made, decode: Decoder) -> Non
             "<image_soft_token>" if made[0] == "Gemma3" else "<IMG_CONTEXT>"
         )
         assert stored.count == theirs["input_ids"][0].tolist().count(image_ids)
+
+
+@pytest.mark.parametrize(("size", "upright"), [((100, 172), 7), ((172, 100), 3)])
+def test_tiles_are_those_of_the_image_as_exif_turns_it(
+    made: Made, decode: Decoder, size: tuple[int, int], upright: int
+) -> None:
+    """Of an image that is 1.72 times as wide as high, InternVL makes more than of one that is so high."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(pixels(*size), "JPEG", exif=exif)
+    count = 4 * upright if made[0] == "InternVL" else 9
+    assert decode(data, most=count).count == count
+    processes = {*decode.pool.pids()}
+    with pytest.raises(ApiError, match=f"it takes .* tokens of the context, which has room for {count - 1}"):
+        decode(data, most=count - 1)
+    assert processes.issubset(decode.pool.pids())  # none was replaced
 
 
 def chat() -> list[dict[str, Any]]:

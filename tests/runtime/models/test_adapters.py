@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support.adapters import ATTENTION, shapes_of, write_adapter
 from support.runtime_engine import write_config
 from treeline_runtime.config import ConfigError, EngineConfig
@@ -189,6 +190,17 @@ def test_adapters_are_added_to_what_fp8_products_give(tmp_path: Path) -> None:
     a, b = adapter.parts[linear._o.site.name]
     added = linear._o(x, pool.step([0], [3])) - linear._o(x)
     torch.testing.assert_close(added, x @ a[:, 0].t() @ b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["", "model.", "model.language_model.", "language_model.model."])
+def test_names_may_be_those_of_any_layout_of_checkpoints(place: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, SHAPES)
+    tensors = load_file(folder / WEIGHTS)
+    save_file(
+        {name.replace("_model.model.model.", f"_model.model.{place}"): one for name, one in tensors.items()},
+        folder / WEIGHTS,
+    )
+    assert read(folder).parts.keys() == {QKV.name, DOWN.name}
 
 
 def test_an_identity_is_of_content_and_not_of_place_or_name(tmp_path: Path) -> None:

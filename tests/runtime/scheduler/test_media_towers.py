@@ -1,4 +1,5 @@
-"""Gemma 3 and InternVL behind the scheduler: greedy answers equal those of transformers, no image of Gemma's is cut."""
+"""Gemma 3 and InternVL behind the scheduler: answers and their log probabilities equal those of transformers, and no
+image of Gemma's is cut."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def of(family: str, name: str) -> Prompt:
 def ask(engine: Harness, rid: str, prompt: Prompt, folder: Path, length: int = LENGTH) -> None:
     ids, items = shown(prompt, folder)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=length, ignore_eos=True)
-    engine.inbox.append(GenerateReq(rid, ids, sampling, items=items))
+    engine.inbox.append(GenerateReq(rid, ids, sampling, items=items, return_logprob=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,8 +63,11 @@ def test_greedy_answers_equal_transformers(family: str, tmp_path: Path) -> None:
     for name in PROMPTS:
         prompt = of(family, name)
         with torch.inference_mode():
-            answer = theirs.generate(**prompt.for_transformers(), max_new_tokens=LENGTH, do_sample=False)
-        expected[name] = answer[0, len(prompt.ids) :].tolist()
+            asked = {"max_new_tokens": LENGTH, "do_sample": False, "output_scores": True}
+            answer = theirs.generate(**prompt.for_transformers(), **asked, return_dict_in_generate=True)
+        tokens = answer.sequences[0, len(prompt.ids) :].tolist()
+        scores = [scores[0].log_softmax(0)[token].item() for scores, token in zip(answer.scores, tokens, strict=True)]
+        expected[name] = tokens, scores
     for chunk, page, mixed in ((12, 4, False), (16, 8, True), (1024, 16, False)):
         engine = Harness(
             path,
@@ -78,8 +82,11 @@ def test_greedy_answers_equal_transformers(family: str, tmp_path: Path) -> None:
                 ask(engine, f"{turn} {name}", of(family, name), tmp_path)
             engine.run()
         for name in PROMPTS:
-            assert engine.tokens(f"new {name}") == expected[name], (chunk, name)
-            assert engine.tokens(f"cached {name}") == expected[name], (chunk, name)
+            for turn in ("new", "cached"):
+                tokens, scores = expected[name]
+                assert engine.tokens(f"{turn} {name}") == tokens, (chunk, turn, name)
+                found = [score for score, _ in engine.logprobs(f"{turn} {name}")]
+                assert found == pytest.approx(scores, abs=1e-4), (chunk, turn, name)
             cached = engine.last(f"cached {name}").cached_tokens
             inside = [item for item, _ in of(family, name).items if item.start < cached < item.start + item.count]
             assert family != "Gemma3" or not inside

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -47,8 +46,8 @@ class _Extend:
     """The first token whose page is in `pages`; earlier ones are outside every new token's window."""
     pages: torch.Tensor | None
     """(pages,) of the sequence; None: no earlier tokens, so k and v are everything."""
-    ends: npt.NDArray[np.int64] | None
-    """(new tokens,) of each the first token that it does not see; None: the one after it."""
+    spans: list[tuple[int, int]]
+    """`Layout.spans` of the sequence, counted from its first new token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +74,17 @@ class TorchSDPA(AttentionBackend):
         extends: list[_Extend] = []
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(layout.q_lens, layout.kv_lens, strict=True)):
-            ends = _ends(layout, token, q_len, kv_len) if layout.spans else None
+            spans = [(begin - token, end - token) for begin, end in layout.spans if token <= begin < token + q_len]
             end_page = -(-kv_len // page_size)
             first_page = self.scoring.oldest(kv_len - q_len + 1, window) // page_size
             if q_len == kv_len and not self.pool.is_fp8:  # of fp8 a prompt sees what later ones will see of it
-                extends.append(_Extend(token, token + q_len, kv_len, 0, None, ends))
+                extends.append(_Extend(token, token + q_len, kv_len, 0, None, spans))
             elif q_len == 1:
                 decodes.append((end_page - first_page, i, token))
             else:
                 row = layout.rows[i : i + 1]  # as an index, row i itself would be waited for
                 pages = layout.page_table[:, first_page:end_page].index_select(0, row)[0]
-                extends.append(_Extend(token, token + q_len, kv_len, first_page * page_size, pages, ends))
+                extends.append(_Extend(token, token + q_len, kv_len, first_page * page_size, pages, spans))
             token += q_len
         return _Plan(window, self._group(decodes, layout, token, window), extends)
 
@@ -250,7 +249,7 @@ class TorchSDPA(AttentionBackend):
             keys, values = k[None, start:end].transpose(1, 2), v[None, start:end].transpose(1, 2)
         else:
             keys, values = self._gather(layer, extend.pages, 1)
-        plain = window is None and self.scoring.softcap is None and sinks is None and extend.ends is None
+        plain = window is None and self.scoring.softcap is None and sinks is None and not extend.spans
         if plain and (cached_len == 0 or q.device.type == "cpu"):
             result = self._attend_plainly(
                 queries, keys[:, :, : extend.kv_len], values[:, :, : extend.kv_len], cached_len
@@ -262,29 +261,20 @@ class TorchSDPA(AttentionBackend):
         for low in range(0, q_len, QUERY_BLOCK):
             high = min(low + QUERY_BLOCK, q_len)
             oldest = max(self.scoring.oldest(cached_len + low + 1, window), extend.first)
-            last = cached_len + high if extend.ends is None else int(extend.ends[low:high].max())
+            spans = [(begin, end) for begin, end in extend.spans if begin < high and end > low]
+            last = cached_len + max([high, *(end for _, end in spans)])
             seen = slice(oldest - extend.first, last - extend.first)
             mask = torch.ones(high - low, seen.stop - seen.start, dtype=torch.bool, device=q.device)
             diagonal = cached_len + low - oldest  # where the first query itself is, among the keys
-            if extend.ends is None:
-                mask = mask.tril(diagonal)
-            else:
-                mask = torch.from_numpy(np.arange(oldest, last) < extend.ends[low:high, None]).to(q.device)
+            mask = mask.tril(diagonal)
+            for begin, end in spans:  # on the device: a mask from the CPU takes longer than attention
+                mask[max(begin - low, 0) : end - low, : cached_len + end - oldest] = True
             if window is not None:
                 mask = mask.triu(diagonal - window + 1)
             result = self._attend(
                 queries[:, :, low:high], keys[:, :, seen], values[:, :, seen], mask[None, None], sinks
             )
             out[start + low : start + high] = result[0].transpose(0, 1).reshape(high - low, -1)
-
-
-def _ends(layout: Layout, token: int, q_len: int, kv_len: int) -> npt.NDArray[np.int64] | None:
-    """`_Extend.ends` of the sequence whose first new token is `token`."""
-    ends, cached = np.arange(kv_len - q_len, kv_len) + 1, kv_len - q_len
-    spans = [(begin - token, end - token) for begin, end in layout.spans if token <= begin < token + q_len]
-    for begin, end in spans:
-        ends[begin:end] = cached + end
-    return ends if spans else None
 
 
 _SINK_DIMS = 8

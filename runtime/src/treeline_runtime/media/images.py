@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -43,17 +44,19 @@ class Images:
         """An image as the model's encoder takes it. Raises Refused."""
         image = self._opened(data)
         try:
-            count = self._count(image.height, image.width)
+            # EXIF may turn it, which changes the number of InternVL's tiles
+            least = min(self._count(*image.size), self._count(*image.size[::-1]))
         except ValueError as error:
             raise Refused(str(error)) from None
-        if count > most:
-            raise Refused(f"it takes {count} tokens of the context, which has room for {most}")
+        _check(least, most)
         made = self._processor(images=[_upright(image)], return_tensors="np", **self._tiles)
         pixels = made["pixel_values"]
-        if not self._merge:
-            return Made(len(pixels) * self._of_picture, (len(pixels), 1, 1), pixels.shape), pixels
-        (grid,) = made["image_grid_thw"].tolist()
-        return Made(grid[0] * grid[1] * grid[2] // self._merge**2, tuple(grid), pixels.shape), pixels
+        grid, count = (len(pixels), 1, 1), len(pixels) * self._of_picture
+        if self._merge:
+            (grid,) = map(tuple, made["image_grid_thw"].tolist())
+            count = math.prod(grid) // self._merge**2
+        _check(count, most)
+        return Made(count, grid, pixels.shape), pixels
 
     def _count(self, height: int, width: int) -> int:
         """Tokens of an image. Raises ValueError for an extreme shape."""
@@ -84,6 +87,12 @@ class Images:
             Image.new("RGB", (64, 64)).save(file, kind)
             made.append(file.getvalue())
         return made
+
+
+def _check(count: int, most: int) -> None:
+    """Raises Refused."""
+    if count > most:
+        raise Refused(f"it takes {count} tokens of the context, which has room for {most}")
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -43,7 +43,7 @@ _NO_EFFECT = words(
 _NAMES = {"use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA"}
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that also change the weights of the base model."""
-_TENSOR = re.compile(r"base_model\.model\.(?:model\.)?(?:language_model\.)?(.+)\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?(.+)\.lora_([AB])\.weight")
 _LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
 
 
