@@ -148,7 +148,9 @@ class Executor:
         if plan.media is not None:
             return EAGER
         if self._is_decode_graph(plan):
-            return Launch("decode graph", self._graphs.size_for(plan.num_tokens, adapts=bool(plan.adapters)))
+            # peers replay the largest size of theirs, with adapters or without
+            adapts = bool(plan.adapters) or (self._peers is not None and self._slots is not None)
+            return Launch("decode graph", self._graphs.size_for(plan.num_tokens, adapts=adapts))
         if plan.adapters:
             return EAGER
         size = self._prompts.size_for(plan.num_tokens)
