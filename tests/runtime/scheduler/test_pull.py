@@ -7,20 +7,22 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import zmq
-from support.pulling_engine import engine, fake_peer, lending, report
+from support.pulling_engine import engine, fake_peer, lending, report, served
 from support.runtime_engine import Harness, prompt
 from support.runtime_server import eventually
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.kvcache import page, remote, store
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.remote import Pull, RemotePages
+from treeline_runtime.kvcache.store import Fetch, Moved
 from treeline_runtime.messages import FlushReq
 from treeline_runtime.page_server import MOST_IN_FLIGHT, PageServer
+from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.tiers import STALLED_S
 from treeline_wire.pages import (
     WINDOW,
@@ -159,6 +161,24 @@ def test_a_peer_that_only_lives_is_waited_for_no_longer_than_computing_takes(
         eventually(lambda: (here.step(), here.outs.get("waits") and here.last("waits").finish)[1])
         assert here.tokens("waits") == expected
         here.run()
+
+
+def test_a_slow_peer_keeps_nobody_from_others(tiny: Path, context: zmq.Context[Any], expected: list[int]) -> None:
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        tiers = here.cache.tiers
+        assert tiers is not None
+        tiers.rates = LoadRates(lambda: 1000.0, here.config.page_size)
+        with lending(there, context) as sound, served(there, context) as slow:
+            for _ in range(2):
+                fetch = Fetch({}, None, 0.0, STALLED_S, slow)
+                tiers._fetches[fetch] = cast(Any, None)
+                tiers._fetched(fetch, True, Moved(10, 100.0, "PEER"))
+            assert here.generate("slow", PROMPT, pages_from=slow) == expected
+            assert report(here).total_loaded_tokens["PEER"] == 0
+            here.cache.wipe()
+            assert here.generate("here", PROMPT, pages_from=sound) == expected
+            assert report(here).total_loaded_tokens["PEER"] == 200
 
 
 def test_another_namespace_finds_nothing(tiny: Path, context: zmq.Context[Any]) -> None:

@@ -255,14 +255,13 @@ async def test_a_drain_waits_for_no_body_that_is_still_on_its_way() -> None:
     made, _ = service(1 << 20)
     app = SimpleNamespace(state=SimpleNamespace(service=made, guard=lambda _: None))
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {}, "app": app}
-    parts = asyncio.Queue[Any]()
+    parts = asyncio.Queue[Any](1)
     reading = asyncio.create_task(_Reading(100, generates=True)(Request(scope, parts.get)))
     for _ in range(3):
-        parts.put_nowait({"type": "http.request", "body": b"x", "more_body": True})
-        while not parts.empty():
-            await asyncio.sleep(0)
+        await parts.put({"type": "http.request", "body": b"x", "more_body": True})
+        await asyncio.sleep(0)
         assert (made.active, made.came, made.idle.is_set()) == (1, 1, True)
-    parts.put_nowait({"type": "http.request", "body": b"x"})
+    await parts.put({"type": "http.request", "body": b"x"})
     asked = await reading
     assert (made.active, made.came, made.idle.is_set()) == (1, 1, False)
     asked.end()

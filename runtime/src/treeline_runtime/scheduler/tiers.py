@@ -189,7 +189,7 @@ class Tiers:
         page_s = inf if peer is None or within_s else self.rates.page_s()
         limit_s = min(max(STALLED_S, within_s), max(LAGS_S, len(wanted) * page_s))
         fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), limit_s, address, page_s)
-        if not within_s and not self.rates.allows(fetch.source):
+        if not within_s and not self.rates.allows(address or "DISK"):
             self._outcomes["computed"] += 1
             req.fetched = len(req.tokens)
             return False
@@ -265,7 +265,8 @@ class Tiers:
         del self._fetches[fetch]
         fetch.over = True
         if measured:
-            self.rates.on_load(fetch.source, moved)
+            for place in {fetch.source, fetch.peer or fetch.source}:
+                self.rates.on_load(place, moved)
 
     def _loaded(self, load: Load, moved: Moved) -> None:
         self._outcomes["loaded" if moved.pages == len(load.pages) else "failed"] += 1
