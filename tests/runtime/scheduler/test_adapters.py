@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from pathlib import Path
@@ -18,6 +19,8 @@ from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.models.adapters import WEIGHTS
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.scheduler import adapters
+from treeline_runtime.scheduler.graphs import kinds_up_to
+from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.prefill import MOST_PASSED
 from treeline_runtime.scheduler.slots import MOST_PASSING
 
@@ -65,6 +68,25 @@ def test_a_mixed_batch_answers_as_each_request_alone(
     # the same prompt, by four weights
     answers = [tuple(alone.generate(f"p{i}", PROMPT, namespace=of(digest))) for i, digest in enumerate(digests)]
     assert len(set(answers)) == 4
+
+
+@pytest.mark.parametrize("largest", [1, 24, 40])
+def test_engines_that_share_experts_agree_on_a_size_that_is_captured_with_adapters_and_without(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
+) -> None:
+    executor = AdapterHarness(model, tmp_path / "root").executor
+    kinds = kinds_up_to(largest, adapts=True)
+    monkeypatch.setattr(executor._graphs, "_captured", dict.fromkeys(kinds))
+    monkeypatch.setattr(executor._graphs, "largest", largest)
+    monkeypatch.setattr(executor, "_peers", object())
+    for n, m in itertools.product(range(1, largest + 1), repeat=2):
+        rows, others = [*range(n)], [*range(m)]
+        plain = StepPlan(rows, rows, [row + 1 for row in rows], decodes=True, sampling=rows)
+        adapts = StepPlan(others, others, [row + 1 for row in others], decodes=True, sampling=others, adapters=[0] * m)
+        asked = [executor._how(plan) for plan in (plain, adapts)]
+        assert {launch.mode for launch in asked} == {"decode graph"}
+        size = max(launch.bucket for launch in asked)
+        assert {(size, False), (size, True)} <= set(kinds)
 
 
 def test_answers_of_the_model_itself_are_those_without_any_adapter(model: Path, tmp_path: Path) -> None:

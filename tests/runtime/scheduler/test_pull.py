@@ -7,20 +7,22 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import zmq
-from support.pulling_engine import engine, fake_peer, lending, report
+from support.pulling_engine import engine, fake_peer, lending, report, served
 from support.runtime_engine import Harness, prompt
 from support.runtime_server import eventually
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.kvcache import remote, store
+from treeline_runtime.kvcache import page, remote, store
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.remote import Pull, RemotePages
+from treeline_runtime.kvcache.store import Fetch, Moved
 from treeline_runtime.messages import FlushReq
 from treeline_runtime.page_server import MOST_IN_FLIGHT, PageServer
+from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.tiers import STALLED_S
 from treeline_wire.pages import (
     WINDOW,
@@ -97,6 +99,8 @@ def test_a_pull_that_is_slower_than_computing_is_dropped_where_it_is(
         clock[0] += 0.4 if next(pages) < came - 1 else 1000.0
         return read(pull, *of)
 
+    monkeypatch.setattr(page, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(remote, "WINDOW", 1)  # each page comes by itself
     monkeypatch.setattr(Pull, "read", slower)
     with engine(tiny, context) as there, engine(tiny, context) as here:
         there.generate("there", PROMPT)
@@ -110,6 +114,71 @@ def test_a_pull_that_is_slower_than_computing_is_dropped_where_it_is(
         assert report(here).total_loaded_tokens == {"CPU": 4 * came, "DISK": 0, "PEER": 4 * came}
         assert report(here).total_failures["peer"] == 0
         assert here.generate("again", PROMPT) == expected
+
+
+def test_no_page_is_dropped_that_has_come(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages come many at once, a little later than computing the first of them would take."""
+    receive, clock = Pull._receive, [0.0]
+
+    def late(pull: Pull) -> None:
+        clock[0] += 1.0
+        receive(pull)
+
+    monkeypatch.setattr(Pull, "_receive", late)
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        assert here.cache.tiers is not None
+        here.cache.tiers.rates.page_s = lambda: 0.5  # type: ignore[method-assign]
+        with lending(there, context) as address:
+            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+            assert here.generate("here", PROMPT, pages_from=address) == expected
+            monkeypatch.undo()
+        assert here.last("here").cached_tokens == 200
+
+
+def test_a_peer_that_only_lives_is_waited_for_no_longer_than_computing_takes(
+    tiny: Path, context: zmq.Context[Any], expected: list[int]
+) -> None:
+    now, asked = [0.0], threading.Event()
+
+    def answer(request: Any) -> Sequence[Any] | None:
+        if isinstance(request, HaveRequest):
+            return encode_answer(Held(len(request.digests)))
+        asked.set()
+        return encode_answer(Later())
+
+    with engine(tiny, context, clock=lambda: now[0]) as here, fake_peer(context, answer) as address:
+        assert here.cache.tiers is not None
+        here.cache.tiers.rates.page_s = lambda: 0.04  # type: ignore[method-assign]  # 2 s for all 50
+        here.submit("waits", PROMPT, pages_from=address)
+        eventually(lambda: (here.step(), asked.is_set())[1])
+        now[0] = 1.9
+        here.step()
+        assert "waits" in here.prefill.waiting
+        now[0] = 2.0
+        eventually(lambda: (here.step(), here.outs.get("waits") and here.last("waits").finish)[1])
+        assert here.tokens("waits") == expected
+        here.run()
+
+
+def test_a_slow_peer_keeps_nobody_from_others(tiny: Path, context: zmq.Context[Any], expected: list[int]) -> None:
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        tiers = here.cache.tiers
+        assert tiers is not None
+        tiers.rates = LoadRates(lambda: 1000.0, here.config.page_size)
+        with lending(there, context) as sound, served(there, context) as slow:
+            for _ in range(2):
+                fetch = Fetch({}, None, 0.0, STALLED_S, slow)
+                tiers._fetches[fetch] = cast(Any, None)
+                tiers._fetched(fetch, True, Moved(10, 100.0, "PEER"))
+            assert here.generate("slow", PROMPT, pages_from=slow) == expected
+            assert report(here).total_loaded_tokens["PEER"] == 0
+            here.cache.wipe()
+            assert here.generate("here", PROMPT, pages_from=sound) == expected
+            assert report(here).total_loaded_tokens["PEER"] == 200
 
 
 def test_another_namespace_finds_nothing(tiny: Path, context: zmq.Context[Any]) -> None:

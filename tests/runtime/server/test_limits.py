@@ -1,5 +1,6 @@
 """Each client's share of the memory of requests in flight."""
 
+import asyncio
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,9 +8,11 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, HeardReq, Reply, SamplingParams, encode
 from treeline_runtime.server.app import Observed
+from treeline_runtime.server.dependencies import _Reading
 from treeline_runtime.server.errors import RETRY, ApiError
 from treeline_runtime.server.http import ApiRequest
 from treeline_runtime.server.jobs import Answered, Generations
@@ -245,3 +248,21 @@ def test_a_body_of_slow_numbers_for_an_endpoint_that_takes_no_prompt_is_refused(
     with pytest.raises(ApiError, match="too many long numbers"):
         asking(body=SLOW).json_object()
     assert asking(body=b'{"timeout":1e-3}').json_object() == {"timeout": 0.001}
+
+
+async def test_a_drain_waits_for_no_body_that_is_still_on_its_way() -> None:
+    """Who sends one for ever keeps no server; once it is there, the drain waits for the answer."""
+    made, _ = service(1 << 20)
+    app = SimpleNamespace(state=SimpleNamespace(service=made, guard=lambda _: None))
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {}, "app": app}
+    parts = asyncio.Queue[Any](1)
+    reading = asyncio.create_task(_Reading(100, generates=True)(Request(scope, parts.get)))
+    for _ in range(3):
+        await parts.put({"type": "http.request", "body": b"x", "more_body": True})
+        await asyncio.sleep(0)
+        assert (made.active, made.came, made.idle.is_set()) == (1, 1, True)
+    await parts.put({"type": "http.request", "body": b"x"})
+    asked = await reading
+    assert (made.active, made.came, made.idle.is_set()) == (1, 1, False)
+    asked.end()
+    assert (made.active, made.came, made.idle.is_set()) == (0, 1, True)

@@ -164,6 +164,10 @@ class Pull:
     """The page after those asked for."""
     _came: dict[bytes, tuple[int, memoryview]] = field(init=False, default_factory=dict)
 
+    def has(self, digest: bytes) -> bool:
+        """Whether the page has come, and need not be waited for."""
+        return digest in self._came
+
     def read(self, digest: bytes, to: npt.NDArray[np.uint8]) -> int:
         """Reads a page, and returns its checksum. Raises OSError; BadPage: it is not what was stored."""
         while digest not in self._came:

@@ -260,7 +260,8 @@ class PageStore:
             try:
                 with self._open(fetch, [digest for digest, _ in part]) as place:
                     for digest, slot in part:
-                        if fetch.over or (found and time.monotonic() - began > max(RACE_S, len(found) * fetch.page_s)):
+                        late = found and time.monotonic() - began > max(RACE_S, len(found) * fetch.page_s)
+                        if fetch.over or (late and not place.has(digest)):
                             break
                         found.append(place.read(digest, self._slab.page(slot)))
             except (BadPage, OSError) as error:

@@ -147,11 +147,14 @@ class Executor:
         """Graphs are captured without items, those of prompts without adapters, too."""
         if plan.media is not None:
             return EAGER
-        if self._is_decode_graph(plan):
-            return Launch("decode graph", self._graphs.size_for(plan.num_tokens, adapts=bool(plan.adapters)))
+        tokens = plan.num_tokens
+        if self._is_decode_graph(plan, tokens):
+            # peers replay the largest size of theirs, with adapters or without
+            adapts = bool(plan.adapters) or (self._peers is not None and self._slots is not None)
+            return Launch("decode graph", self._graphs.size_for(tokens, adapts=adapts))
         if plan.adapters:
             return EAGER
-        size = self._prompts.size_for(plan.num_tokens)
+        size = self._prompts.size_for(tokens)
         return Launch("prompt graph", size) if size else EAGER
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -208,14 +211,14 @@ class Executor:
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 
-    def _is_decode_graph(self, plan: StepPlan) -> bool:
+    def _is_decode_graph(self, plan: StepPlan, tokens: int) -> bool:
         """Whether a step replays a graph in which every token is a sequence of its own and reads everything before it,
         several of them at once. A long jump in a long sequence is faster as a prompt."""
         if not plan.decodes or plan.hidden:  # graphs give no hidden states
             return False
-        if plan.num_tokens > self._graphs.largest or not plan.sampling:
+        if tokens > self._graphs.largest or not plan.sampling:
             return False
-        if plan.num_tokens == len(plan.rows):
+        if tokens == len(plan.rows):
             return True
         together = self._attention.sharers
         again = sum((n - 1) // together * end for n, end in zip(plan.q_lens, plan.ends, strict=True))

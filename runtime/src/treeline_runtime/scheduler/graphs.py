@@ -32,6 +32,13 @@ def sizes_up_to(largest: int) -> list[int]:
     return sorted({size for size in steps if size <= largest} | ({largest} if largest else set()))
 
 
+def kinds_up_to(largest: int, *, adapts: bool) -> list[tuple[int, bool]]:
+    """What is captured: sizes, and whether with adapters, if the engine has any."""
+    sizes = sizes_up_to(largest)
+    few = [size for size in sizes if size.bit_count() == 1 or size == largest] if adapts else []
+    return sorted([(size, False) for size in sizes] + [(size, True) for size in few], reverse=True)
+
+
 @dataclass(slots=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -61,18 +68,16 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, bool], _Captured] = {}
         """By size, and whether with adapters."""
         if device.type == "cuda" and largest > 0:
-            self._capture(sizes_up_to(largest))
+            self._capture(kinds_up_to(largest, adapts=adapters is not None))
         self.largest = max((size for size, _ in self._captured), default=0)
 
     @torch.inference_mode()
-    def _capture(self, sizes: list[int]) -> None:
+    def _capture(self, kinds: list[tuple[int, bool]]) -> None:
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         pool: Any = None
-        logits = self._forward.empty_logits(sizes[-1])
-        kinds = [(size, False) for size in sizes]
-        if self._adapters is not None:
-            kinds += [(size, True) for size in sizes if size.bit_count() == 1 or size == sizes[-1]]
-        for size, adapts in sorted(kinds, reverse=True):
+        largest = kinds[0][0]
+        logits = self._forward.empty_logits(largest)
+        for size, adapts in kinds:
             packed = torch.from_numpy(DecodeInputs([], [], [], [], _NO_KEYS).packed(size, self._table.scratch_row))
             inputs = packed.to(self._device)
             buffers = self._attention.capture_buffers(size)
@@ -93,7 +98,7 @@ class DecodeGraphs:
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         seconds = time.perf_counter() - started
         logger.info(
-            "captured decode steps of %d batch sizes up to %d: %.1f s, %.2f GiB", len(kinds), sizes[-1], seconds,
+            "captured decode steps of %d batch sizes up to %d: %.1f s, %.2f GiB", len(kinds), largest, seconds,
             taken / (1 << 30),
         )  # fmt: skip
 

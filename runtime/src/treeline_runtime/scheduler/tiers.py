@@ -46,7 +46,9 @@ from treeline_runtime.scheduler.resolve import Resolved
 REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
 STALLED_S = 5.0
-"""The longest time that requests wait for a piece from the disk or a peer."""
+"""The longest time that requests wait for a piece from the disk or a peer …"""
+LAGS_S = 1.0
+"""… and for one from a peer which could be computed sooner."""
 MOST_QUESTIONS = 8
 """A peer is asked which pages it has, and for those of a client, so often at once: one that hangs leaves threads to
 others."""
@@ -185,8 +187,9 @@ class Tiers:
             return True
         req.fetched = at + len(wanted)
         page_s = inf if peer is None or within_s else self.rates.page_s()
-        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), max(STALLED_S, within_s), address, page_s)
-        if not within_s and not self.rates.allows(fetch.source):
+        limit_s = min(max(STALLED_S, within_s), max(LAGS_S, len(wanted) * page_s))
+        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), limit_s, address, page_s)
+        if not within_s and not self.rates.allows(address or "DISK"):
             self._outcomes["computed"] += 1
             req.fetched = len(req.tokens)
             return False
@@ -262,7 +265,8 @@ class Tiers:
         del self._fetches[fetch]
         fetch.over = True
         if measured:
-            self.rates.on_load(fetch.source, moved)
+            for place in {fetch.source, fetch.peer or fetch.source}:
+                self.rates.on_load(place, moved)
 
     def _loaded(self, load: Load, moved: Moved) -> None:
         self._outcomes["loaded" if moved.pages == len(load.pages) else "failed"] += 1

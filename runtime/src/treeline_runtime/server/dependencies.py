@@ -93,7 +93,7 @@ class _Reading(Guarded):
     """Reads the body of an allowed request. `app.Observed` ends the request when its answer has been sent."""
 
     def __init__(self, limit: int, *, generates: bool = False) -> None:
-        """`limit`: the largest body in bytes. `generates`: a drain waits for the request."""
+        """`limit`: the largest body in bytes. `generates`: a drain waits for the request, once it is read."""
         super().__init__()
         self._limit = limit
         self._generates = generates
@@ -105,9 +105,13 @@ class _Reading(Guarded):
         if self._generates and service.tracing is not None:
             asked.span = service.tracing.begin(asked)
         if self._generates:
-            service.count_generating(1)
+            service.count_generating(1, reading=1)
             asked.on_end = lambda: service.count_generating(-1)
-        await asked.read_body(self._limit, Reservation(service.budget, asked.client))
+        try:
+            await asked.read_body(self._limit, Reservation(service.budget, asked.client))
+        finally:
+            if self._generates:
+                service.count_generating(0, reading=-1)
         asked.watch()
         return asked
 

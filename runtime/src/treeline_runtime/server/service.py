@@ -191,6 +191,8 @@ class Service:
     """Size of the hidden states that requests may ask for; None if they may not."""
     active: int = 0
     """HTTP requests that generate, from their headers to the last byte of their answer."""
+    reading: int = 0
+    """Of these, those whose bodies have not come: a client may send one for long."""
     came: int = 0
     """How many of them have come so far."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -225,12 +227,14 @@ class Service:
             code="unsupported_task",
         )
 
-    def count_generating(self, change: int) -> None:
-        """Counts generating HTTP requests: 1 begins, -1 ends one. `idle` is set at none."""
+    def count_generating(self, change: int, *, reading: int = 0) -> None:
+        """Counts generating HTTP requests, and those being read: 1 begins, -1 ends one. `idle` is set while there are
+        no others than these."""
         self.active += change
+        self.reading += reading
         self.came += change > 0
         self.metrics.set("http_requests_active", self.active)
-        if self.active:
+        if self.active > self.reading:
             self.idle.clear()
         else:
             self.idle.set()
