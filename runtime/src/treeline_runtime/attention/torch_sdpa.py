@@ -74,7 +74,9 @@ class TorchSDPA(AttentionBackend):
         extends: list[_Extend] = []
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(layout.q_lens, layout.kv_lens, strict=True)):
-            spans = [(begin - token, end - token) for begin, end in layout.spans if token <= begin < token + q_len]
+            spans = list[tuple[int, int]]()
+            if layout.spans:
+                spans = [(begin - token, end - token) for begin, end in layout.spans if token <= begin < token + q_len]
             end_page = -(-kv_len // page_size)
             first_page = self.scoring.oldest(kv_len - q_len + 1, window) // page_size
             if q_len == kv_len and not self.pool.is_fp8:  # of fp8 a prompt sees what later ones will see of it
