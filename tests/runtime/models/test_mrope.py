@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.runtime_media import Grid, Prompt
@@ -94,16 +95,17 @@ def test_text_continues_behind_an_item_and_no_position_is_above_its_index(parts:
 
 
 @given(
-    frames=st.integers(1, 30),
+    data=st.data(),
     seconds=st.floats(1 / 64, 3, width=32),
     sides=st.tuples(SIDES, SIDES),
     before=st.integers(0, 3),
 )
 def test_frames_are_as_far_apart_as_their_time_says(
-    frames: int, seconds: float, sides: tuple[int, int], before: int
+    data: st.DataObject, seconds: float, sides: tuple[int, int], before: int
 ) -> None:
-    grid = (frames, *sides)
-    assume((frames - 1) * STEP * seconds < max(sides) // 2)
+    """The last one is not behind the width and height of a frame."""
+    most = math.ceil(max(sides) // 2 / (STEP * seconds))
+    grid = (data.draw(st.integers(1, min(most, 30)), "frames"), *sides)
     prompt = Prompt(2, *[("image", (1, 4, 4))] * before, ("video", grid), 5)
     *_, (video, _) = prompt.items
     items = [*(item for item, _ in prompt.items[:-1]), replace(video, seconds=seconds)]
