@@ -88,6 +88,22 @@ def test_requests_with_one_prefix_pull_it_once(tiny: Path, context: zmq.Context[
         assert report(here).total_loaded_tokens["PEER"] == 200
 
 
+def raced(
+    here: Harness, tiny: Path, context: zmq.Context[Any], clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Return an answer for which pages were pulled, where computing a page takes half a second of this clock. What was
+    replaced until then is as before again."""
+    with engine(tiny, context) as there:
+        there.generate("there", PROMPT)
+        assert here.cache.tiers is not None
+        here.cache.tiers.rates.page_s = lambda: 0.5  # type: ignore[method-assign]
+        with lending(there, context) as address:
+            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+            answer = here.generate("here", PROMPT, pages_from=address)
+            monkeypatch.undo()
+    return answer
+
+
 @pytest.mark.parametrize("came", [8, 30, 49, 50])
 def test_a_pull_that_is_slower_than_computing_is_dropped_where_it_is(
     tiny: Path, context: zmq.Context[Any], expected: list[int], came: int, monkeypatch: pytest.MonkeyPatch
@@ -102,14 +118,8 @@ def test_a_pull_that_is_slower_than_computing_is_dropped_where_it_is(
     monkeypatch.setattr(page, "CHUNK_BYTES", 1)
     monkeypatch.setattr(remote, "WINDOW", 1)  # each page comes by itself
     monkeypatch.setattr(Pull, "read", slower)
-    with engine(tiny, context) as there, engine(tiny, context) as here:
-        there.generate("there", PROMPT)
-        assert here.cache.tiers is not None
-        here.cache.tiers.rates.page_s = lambda: 0.5  # type: ignore[method-assign]
-        with lending(there, context) as address:
-            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-            assert here.generate("here", PROMPT, pages_from=address) == expected
-            monkeypatch.undo()
+    with engine(tiny, context) as here:
+        assert raced(here, tiny, context, clock, monkeypatch) == expected
         assert here.last("here").cached_tokens == 4 * came, "what has come is used"
         assert report(here).total_loaded_tokens == {"CPU": 4 * came, "DISK": 0, "PEER": 4 * came}
         assert report(here).total_failures["peer"] == 0
@@ -127,14 +137,8 @@ def test_no_page_is_dropped_that_has_come(
         receive(pull)
 
     monkeypatch.setattr(Pull, "_receive", late)
-    with engine(tiny, context) as there, engine(tiny, context) as here:
-        there.generate("there", PROMPT)
-        assert here.cache.tiers is not None
-        here.cache.tiers.rates.page_s = lambda: 0.5  # type: ignore[method-assign]
-        with lending(there, context) as address:
-            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-            assert here.generate("here", PROMPT, pages_from=address) == expected
-            monkeypatch.undo()
+    with engine(tiny, context) as here:
+        assert raced(here, tiny, context, clock, monkeypatch) == expected
         assert here.last("here").cached_tokens == 200
 
 
