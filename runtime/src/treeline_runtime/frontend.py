@@ -35,8 +35,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
 from treeline_runtime.download import repository
+from treeline_runtime.media.settings import pans, read_settings
 from treeline_runtime.media.sources import MediaRules
-from treeline_runtime.media.video_settings import read_settings
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
@@ -365,7 +365,7 @@ def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:
         needed = (*_DECODERS[kind], "transformers", "httpcore2")
         if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
             off[kind] = f"this server lacks {' and '.join(lacking)} to read media: install treeline-runtime[media]"
-    if any(map(_pans, sorted(model.directory.glob("*processor_config.json")))):
+    if pans(model.directory):
         off.setdefault("image", "pan and scan is not supported: set do_pan_and_scan to false")
     if "video" in spec.placeholders:
         try:
@@ -373,12 +373,6 @@ def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:
         except ValueError as error:
             off.setdefault("video", f"the model's video processor is not supported: {error}")
     return MediaRules(spec, args.max_images, off)
-
-
-def _pans(settings: Path) -> bool:
-    """Whether a processor cuts images into some more, which do not have as many tokens."""
-    found = msgspec.json.decode(settings.read_bytes())
-    return any(one.get("do_pan_and_scan") for one in (found, found.get("image_processor") or {}))
 
 
 def _media_reader(args: ServerArgs, model: ServedModel, rules: MediaRules) -> MediaReader:

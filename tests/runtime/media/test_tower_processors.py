@@ -14,7 +14,7 @@ from support.media import Decoder, encoded, image_part, output, pixels, text_par
 from support.tower_media import make_checkpoint
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.requests.prompts import contents_of, keyed
-from treeline_runtime.frontend import _pans as pans
+from treeline_runtime.media.settings import pans
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.prompts import Prompts
 from treeline_wire.dialects import TREELINE
@@ -138,11 +138,11 @@ def test_a_picker_computes_the_same_key(made: Made, decode: Decoder) -> None:
 def test_pan_and_scan_is_refused_by_name(tmp_path: Path) -> None:
     make_checkpoint("Gemma3", tmp_path)
     settings = tmp_path / "processor_config.json"
-    assert not pans(settings)
+    assert not pans(tmp_path)
     given = json.loads(settings.read_text())
     given["image_processor"]["do_pan_and_scan"] = True
     settings.write_text(json.dumps(given))
-    assert pans(settings)
+    assert pans(tmp_path)
 
 
 def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

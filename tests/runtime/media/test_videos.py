@@ -16,7 +16,7 @@ from support.media import Decoder, make_media_checkpoint
 from support.videos import decoded, video
 from treeline_runtime.media import videos as module
 from treeline_runtime.media.protocol import Refused
-from treeline_runtime.media.video_settings import read_settings
+from treeline_runtime.media.settings import read_settings
 from treeline_runtime.media.videos import Videos
 from treeline_runtime.server.errors import ApiError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import sys
 import warnings
@@ -14,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from treeline_runtime.media.protocol import Made, Refused
+from treeline_runtime.media.protocol import Made, Refused, check_room
+from treeline_runtime.media.settings import settings_of
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What is decoded: decoders that are many people's target, and no others."""
@@ -30,8 +30,7 @@ class Images:
         from transformers import AutoImageProcessor
 
         self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
-        settings = Path(folder, "processor_config.json")
-        given = json.loads(settings.read_text()) if settings.is_file() else {}
+        given = settings_of(Path(folder), "processor_config.json")
         self._merge: int = getattr(self._processor, "merge_size", 0)
         self._of_picture: int = given.get("image_seq_length") or 256
         """Tokens of a picture, for processors that make pictures of one size: Gemma 3's one, InternVL's several."""
@@ -48,14 +47,14 @@ class Images:
             least = min(self._count(*image.size), self._count(*image.size[::-1]))
         except ValueError as error:
             raise Refused(str(error)) from None
-        _check(least, most)
+        check_room(least, most)
         made = self._processor(images=[_upright(image)], return_tensors="np", **self._tiles)
         pixels = made["pixel_values"]
         grid, count = (len(pixels), 1, 1), len(pixels) * self._of_picture
         if self._merge:
             (grid,) = map(tuple, made["image_grid_thw"].tolist())
             count = math.prod(grid) // self._merge**2
-        _check(count, most)
+        check_room(count, most)
         return Made(count, grid, pixels.shape), pixels
 
     def _count(self, height: int, width: int) -> int:
@@ -87,12 +86,6 @@ class Images:
             Image.new("RGB", (64, 64)).save(file, kind)
             made.append(file.getvalue())
         return made
-
-
-def _check(count: int, most: int) -> None:
-    """Raises Refused."""
-    if count > most:
-        raise Refused(f"it takes {count} tokens of the context, which has room for {most}")
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -34,3 +34,9 @@ class Unreadable(msgspec.Struct, tag=True):
 
 class Refused(Exception):
     """The item cannot be read; the text is for the client."""
+
+
+def check_room(count: int, most: int) -> None:
+    """Raises Refused for an item of more tokens than it may take."""
+    if count > most:
+        raise Refused(f"it takes {count} tokens of the context, which has room for {most}")

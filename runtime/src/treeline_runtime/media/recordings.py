@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoFeatureExtractor
 
-from treeline_runtime.media.protocol import Made, Refused
+from treeline_runtime.media.protocol import Made, Refused, check_room
 from treeline_runtime.models.audio import count_of
 
 _BEGINNINGS: Final = (
@@ -49,8 +49,7 @@ class Recordings:
         """A recording as the model's encoder takes it. Raises Refused."""
         samples = self._samples(data)
         count = count_of(len(samples) // self._extractor.hop_length, self._chunk)
-        if count > most:
-            raise Refused(f"it takes {count} tokens of the context, which has room for {most}")
+        check_room(count, most)
         made = self._extractor(
             [samples], sampling_rate=self._rate, padding=True, return_attention_mask=True, return_tensors="np"
         )

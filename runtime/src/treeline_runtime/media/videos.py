@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from treeline_runtime.media.protocol import Made, Refused
-from treeline_runtime.media.video_settings import TOGETHER, read_settings
+from treeline_runtime.media.protocol import Made, Refused, check_room
+from treeline_runtime.media.settings import TOGETHER, read_settings
 
 _BEGINNINGS: Final = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"), (0, b"RIFF", "avi"))
 """Offset, bytes, and the format that they begin: FFmpeg may not guess, since it has formats that name other files."""
@@ -117,12 +117,10 @@ class Videos:
     def _size(self, stream: Any, frames: int, most: int) -> tuple[int, int]:
         """Height and width of scaled frames. Raises Refused before anything is decoded."""
         height, width = stream.codec_context.height, stream.codec_context.width
-        if height * width > self._pixels:
-            raise Refused(f"its frames have more than {self._pixels} pixels (--max-image-pixels)")
+        _check_pixels(height, width, self._pixels)
         height, width = self.scaled(frames, height, width)
         count = -(-frames // self._settings["temporal_patch_size"]) * height * width // self._factor**2
-        if count > most:
-            raise Refused(f"it takes {count} tokens of the context, which has room for {most}")
+        check_room(count, most)
         return height, width
 
     def scaled(self, frames: int, height: int, width: int) -> tuple[int, int]:
@@ -163,12 +161,17 @@ def _opened(data: bytes, form: str) -> Any:
     return av.open(io.BytesIO(data), "r", format=form, options={"codec_whitelist": ",".join(_CODECS)})
 
 
+def _check_pixels(height: int, width: int, most: int) -> None:
+    """Raises Refused."""
+    if height * width > most:
+        raise Refused(f"its frames have more than {most} pixels (--max-image-pixels)")
+
+
 def _frames(container: Any, stream: Any, taken: list[int], size: tuple[int, int], pixels: int) -> npt.NDArray[np.uint8]:
     """The frames of these numbers, each scaled before the next is decoded. Raises Refused if there are fewer."""
     made = list[npt.NDArray[np.uint8]]()
     for number, frame in enumerate(container.decode(stream)):
-        if frame.width * frame.height > pixels:  # they may grow in between
-            raise Refused(f"its frames have more than {pixels} pixels (--max-image-pixels)")
+        _check_pixels(frame.height, frame.width, pixels)  # they may grow in between
         if number == taken[len(made)]:
             made += [resized(frame.to_ndarray(format="rgb24"), size)] * taken.count(number)
         if len(made) == len(taken):

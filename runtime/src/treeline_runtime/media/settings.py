@@ -1,4 +1,4 @@
-"""What the processor of a model's videos is told by the model's files."""
+"""What a model's files tell its processors. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ _BY_MODEL: Final = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": TOGETHER,
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """All settings, with `video_processor_type`. Raises ValueError for one that is not obeyed."""
-    given = _object(folder / "processor_config.json").get("video_processor")
-    given = given or _object(folder / "video_preprocessor_config.json") or _object(folder / "preprocessor_config.json")
+    """All settings for videos, with `video_processor_type`. Raises ValueError for one that is not obeyed."""
+    given = settings_of(folder, "processor_config.json").get("video_processor")
+    given = given or settings_of(folder, "video_preprocessor_config.json")
+    given = given or settings_of(folder, "preprocessor_config.json")
     given = {name: value for name, value in given.items() if value is not None}
-    of_model = _BY_MODEL.get(_object(folder / "config.json").get("model_type", ""))
+    of_model = _BY_MODEL.get(settings_of(folder, "config.json").get("model_type", ""))
     kind = given.setdefault("video_processor_type", of_model or "Qwen2VLVideoProcessor")
     if kind not in _DEFAULTS or of_model not in (None, kind):
         raise ValueError(f"video_processor_type {kind!r} is not known")
@@ -60,6 +61,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return made
 
 
-def _object(path: Path) -> dict[str, Any]:
+def pans(folder: Path) -> bool:
+    """Whether the processor cuts images into some more, which do not have as many tokens."""
+    files = [settings_of(folder, path.name) for path in folder.glob("*processor_config.json")]
+    nested = [one.get("image_processor") or {} for one in files]
+    return any(one.get("do_pan_and_scan") for one in files + nested)
+
+
+def settings_of(folder: Path, name: str) -> dict[str, Any]:
+    """The content of a model's JSON file; {} without it. Raises ValueError."""
+    path = folder / name
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found
