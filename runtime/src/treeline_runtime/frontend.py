@@ -352,7 +352,7 @@ def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -
 
 
 _DECODERS = {"image": ("PIL",), "video": ("PIL", "av"), "audio": ("av",)}
-"""What reading a kind needs besides."""
+"""The libraries that decode each kind, besides those that all kinds need."""
 
 
 def _media_rules(args: ServerArgs, model: ServedModel) -> MediaRules | None:

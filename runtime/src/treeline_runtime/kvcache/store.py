@@ -84,8 +84,8 @@ class Fetch:
     peer: str | None = None
     """HOST:PORT of the runtime from which it comes; None: it comes from the disk."""
     page_s: float = inf
-    """What computing a page takes longer than loading it from the host: if pages take longer to come, no further one is
-    begun."""
+    """Seconds by which computing a page is slower than loading it from the host. Pages that take longer to come are not
+    worth it: no further one is begun."""
     over: bool = False
     """Nobody waits for it any more: it has come, or takes too long. Then no further page is begun."""
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What some threads do together: each has a part of the items."""
+    """Work that some threads share: each has a part of the items."""
 
     kind: Work
     parts: list[Sequence[Any]]

@@ -35,7 +35,7 @@ class Images:
         self._of_picture: int = given.get("image_seq_length") or 256
         """Tokens of a picture, for processors that make pictures of one size: Gemma 3's one, InternVL's several."""
         self._tiles = {"crop_to_patches": True} if hasattr(self._processor, "crop_to_patches") else {}
-        """What InternVL's processor always asks for."""
+        """InternVL's processor is always called with this."""
         self._pixels = pixels
         self._too_large = f"it has more than {pixels} pixels (--max-image-pixels)"
 

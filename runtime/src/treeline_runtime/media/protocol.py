@@ -1,4 +1,4 @@
-"""What a process that decodes media is asked and answers; without its imports, which take seconds."""
+"""Requests and answers of a process that decodes media; without its imports, which take seconds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Made(msgspec.Struct, tag=True):
     grid: tuple[int, int, int]
     shape: tuple[int, ...]
     seconds: float = 1.0
-    """Of a video: from a frame of the grid to the next."""
+    """In a video, the seconds from a frame of the grid to the next."""
     times: tuple[float, ...] = ()
-    """Of a video whose frames stand apart: the second of each."""
+    """The second of each frame, if a video's frames stand apart."""
 
 
 class Unreadable(msgspec.Struct, tag=True):

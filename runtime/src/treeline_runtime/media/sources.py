@@ -30,7 +30,7 @@ class MediaRules(msgspec.Struct, frozen=True):
 
     @property
     def kinds(self) -> list[str]:
-        """What is read."""
+        """The kinds of items that can be read here."""
         return [kind for kind in self.spec.placeholders if kind not in self.off]
 
 

@@ -23,7 +23,7 @@ from treeline_runtime.media.settings import TOGETHER, read_settings
 _BEGINNINGS: Final = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"), (0, b"RIFF", "avi"))
 """Offset, bytes, and the format that they begin: FFmpeg may not guess, since it has formats that name other files."""
 _CODECS: Final = ("av1", "h264", "hevc", "libdav1d", "mpeg4", "vp8", "vp9")
-"""What is decoded: FFmpeg has hundreds of others."""
+"""The codecs that are decoded; FFmpeg has hundreds of others."""
 MAX_PACKETS: Final = 100_000
 """Frames of a video, of which few are taken: nearly an hour."""
 
@@ -144,7 +144,7 @@ class Videos:
         return high, wide
 
     def patches(self, frames: npt.NDArray[np.uint8]) -> tuple[Made, npt.NDArray[np.float32]]:
-        """Of scaled frames (frames, height, width, 3): patches (grid, numbers), each row by row of merged squares."""
+        """Scaled frames (frames, height, width, 3) → patches (grid, numbers), in the order of merged squares."""
         patch, merge, step = (self._settings[name] for name in ("patch_size", "merge_size", "temporal_patch_size"))
         if pad := -len(frames) % step:
             frames = np.concatenate((frames, np.repeat(frames[-1:], pad, axis=0)))

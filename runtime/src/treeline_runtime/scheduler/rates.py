@@ -43,7 +43,7 @@ class LoadRates:
         return self.seconds_per_page(medium) > self._compute_s()
 
     def page_s(self) -> float:
-        """What computing a page takes longer than loading it from the host; inf = not known yet."""
+        """Seconds by which computing a page is slower than loading it from the host; inf = not known yet."""
         return self._compute_s() - self.seconds_per_page("CPU")
 
     def _compute_s(self) -> float:

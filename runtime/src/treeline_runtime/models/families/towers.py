@@ -32,7 +32,8 @@ _NO_EFFECT = words("dropout layer_scale_init_value projection_dropout use_mask_t
 
 
 def _tower(common: ModelConfig, config: Config, defaults: Config, fixed: Config) -> tuple[TowerConfig, Config]:
-    """What both have in common, and vision_config with defaults. fixed: settings that have one value."""
+    """Returns the settings that both families share, and vision_config with defaults. fixed: settings that may have one
+    value only."""
     given = config["vision_config"]
     if not isinstance(given, Mapping):
         raise ModelError(f"config.json: vision_config must be an object, not {given!r}")
